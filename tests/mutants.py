@@ -313,8 +313,8 @@ MUTANTS = [
     *Lines(f"{TCP}/server/requests.py", "stores/test_attacks.py").broken(("    if size > limit:\n", "    if False:\n")),
     *Lines("stores/hash_store.py", "stores/test_hash_store.py").broken(
         (
-            "            self._data.update(pairs)\n            self._changed.notify_all()\n",
-            "            self._data.update(pairs)\n",
+            "        self._data.update(pairs)\n        self._changed.notify_all()\n",
+            "        self._data.update(pairs)\n",
         )
     ),
 ]

@@ -9,7 +9,8 @@ can be handed to torch's gloo, or to ``torch.distributed.init_process_group(stor
 neither MPI nor hpcdist.
 
 Imports point down: ``tcp.store`` -> ``tcp.session`` -> ``tcp.connection`` -> ``tcp.wire``; ``file.store`` ->
-``file.users`` -> ``file.log``; all stores -> ``base`` -> ``keep_alive``, ``errors``; all -> ``integers``.
+``file.users`` -> ``file.log``; HashStore and FileStore -> ``dict_store``; all stores -> ``base`` -> ``keep_alive``,
+``errors``; all -> ``integers``.
 ``tcp.server`` runs in a process of its own, which ``process`` starts: ``loop`` -> ``requests`` ->
 ``keys`` use the standard library only.
 """

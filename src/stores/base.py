@@ -38,13 +38,6 @@ def as_bytes(text: Text, name: str = "key") -> bytes:
     raise wrong_kind(name, text, "str or bytes")
 
 
-def as_key_list(keys: Iterable[Text]) -> list[bytes]:
-    """Return a list of keys as bytes; a single str or bytes is not a list."""
-    if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
-        raise wrong_kind("keys", keys, "a list of str or bytes")
-    return _as_bytes_list(keys, "key")
-
-
 def _as_bytes_list(texts: Sequence[Text], name: str) -> list[bytes]:
     try:
         return list(map(str.encode, texts))  # type: ignore[arg-type]
@@ -83,6 +76,7 @@ class Store(KeptAlive, TorchStore):
     """
 
     where = "the store"
+    _prefix = b""  # before each key, where it is kept; key and prefix are a name
     timeout: timedelta  # torch's property, which reads the C++ half; torch's stubs do not have it
 
     def __init__(self) -> None:
@@ -92,6 +86,27 @@ class Store(KeptAlive, TorchStore):
     @property
     def _seconds(self) -> float:
         return self.timeout.total_seconds()
+
+    def _name(self, key: Text) -> bytes:
+        return self._prefix + (key.encode() if isinstance(key, str) else as_bytes(key))
+
+    def _names(self, keys: Sequence[Text]) -> list[bytes]:
+        """Return the names of a list of keys; a single str or bytes is not a list."""
+        if isinstance(keys, (str, bytes, bytearray)) or not isinstance(keys, Sequence):
+            raise wrong_kind("keys", keys, "a list of str or bytes")
+        prefix = self._prefix
+        return [prefix + key for key in _as_bytes_list(keys, "key")]
+
+    def _pairs(self, keys: Sequence[Text], values: Sequence[Text]) -> tuple[list[bytes], list[bytes]]:
+        """Return names, and values as bytes; raises DistStoreError if their numbers differ."""
+        if len(keys) != len(values):
+            raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
+        return self._names(keys), _as_bytes_list(values, "value")
+
+    def _listed(self, names: Iterable[bytes]) -> list[str]:
+        """Return the keys that some names are of."""
+        size = len(self._prefix)
+        return [name[size:].decode() for name in names if name.startswith(self._prefix)]
 
     # -- methods that each store writes -----------------------------------------------------------------
 
@@ -131,8 +146,8 @@ class Store(KeptAlive, TorchStore):
         """Return whether all keys are there, without waiting."""
         raise NotImplementedError
 
-    def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        """Wait until all keys are there, or raise DistStoreError after so many seconds (negative: never)."""
+    def wait_until(self, names: list[bytes], seconds: float) -> None:
+        """Wait until all names are there, or raise DistStoreError after so many seconds (negative: never)."""
         raise NotImplementedError
 
     def delete_key(self, key: Text) -> bool:
@@ -163,22 +178,16 @@ class Store(KeptAlive, TorchStore):
         Raises:
             DistStoreError: If a key did not come in time; the message names keys, place and time.
         """
-        self.wait_until(as_key_list(keys), self._seconds if timeout is None else as_seconds(timeout))
+        self.wait_until(self._names(keys), self._seconds if timeout is None else as_seconds(timeout))
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Return several values, waiting for all keys."""
-        return [self.get(key) for key in as_key_list(keys)]
+        return [self.get(name) for name in self._names(keys)]
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
-        """Store several values."""
-        for key, value in zip(*self.as_lists(keys, values), strict=True):
+        """Store several values; raises DistStoreError if their number is not that of the keys."""
+        for key, value in zip(*self._pairs(keys, values), strict=True):
             self.set(key, value)
-
-    def as_lists(self, keys: Sequence[Text], values: Sequence[Text]) -> tuple[list[bytes], list[bytes]]:
-        """Return keys and values as bytes; raises DistStoreError if their numbers differ."""
-        if len(keys) != len(values):
-            raise DistStoreError(f"multi_set needs a value for each key: {len(keys)} keys, {len(values)} values")
-        return as_key_list(keys), _as_bytes_list(values, "value")
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (queues live apart from keys)."""

@@ -24,6 +24,11 @@ def wrap_i64(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def add_i64(text: bytes, amount: int) -> bytes:
+    """Return a counter's text with an amount added; errors as ``parse_i64``."""
+    return b"%d" % wrap_i64(parse_i64(text) + amount)
+
+
 def parse_i64(text: bytes) -> int:
     """Read a decimal as C's ``strtoll`` does: leading blanks and trailing garbage pass.
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 from torch.distributed.distributed_c10d import Store as TorchStore
 
-from hpcdist_stores.base import Store, Text, Timeout, as_bytes, as_key_list
+from hpcdist_stores.base import Store, Text, Timeout, as_bytes
 from hpcdist_stores.errors import wrong_kind
 from hpcdist_stores.keep_alive import release
 
@@ -34,36 +34,29 @@ class PrefixStore(Store, TorchPrefixStore):
         # C++ has released it, and ends with this one.
         weakref.finalize(self, id, store).atexit = False
 
-    def _key(self, key: Text) -> bytes:
-        return self._prefix + (key.encode() if isinstance(key, str) else as_bytes(key))
-
-    def _keys(self, keys: Sequence[Text]) -> list[bytes]:
-        prefix = self._prefix
-        return [prefix + key for key in as_key_list(keys)]
-
     def set(self, key: Text, value: Text) -> None:
-        self._store.set(self._key(key), value)
+        self._store.set(self._name(key), value)
 
     def get(self, key: Text) -> bytes:
-        return self._store.get(self._key(key))
+        return self._store.get(self._name(key))
 
     def add(self, key: Text, amount: int) -> int:
-        return self._store.add(self._key(key), amount)
+        return self._store.add(self._name(key), amount)
 
     def append(self, key: Text, value: Text) -> None:
-        self._store.append(self._key(key), value)
+        self._store.append(self._name(key), value)
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        return self._store.compare_set(self._key(key), expected, desired)
+        return self._store.compare_set(self._name(key), expected, desired)
 
     def check(self, keys: Sequence[Text]) -> bool:
-        return self._store.check(self._keys(keys))
+        return self._store.check(self._names(keys))
 
     def wait(self, keys: Sequence[Text], timeout: Timeout | None = None) -> None:
-        self._store.wait(self._keys(keys), *(() if timeout is None else (timeout,)))
+        self._store.wait(self._names(keys), *(() if timeout is None else (timeout,)))
 
     def delete_key(self, key: Text) -> bool:
-        return self._store.delete_key(self._key(key))
+        return self._store.delete_key(self._name(key))
 
     def num_keys(self) -> int:
         """Return the number of keys in the store below."""
@@ -71,27 +64,25 @@ class PrefixStore(Store, TorchPrefixStore):
 
     def list_keys(self) -> list[str]:
         """Return the keys under this prefix, without it."""
-        prefix = self._prefix.decode()
-        return [key[len(prefix) :] for key in self._store.list_keys() if key.startswith(prefix)]
+        return self._listed(key.encode() for key in self._store.list_keys())
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        return self._store.multi_get(self._keys(keys))
+        return self._store.multi_get(self._names(keys))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
-        names, given = self.as_lists(keys, values)
-        self._store.multi_set([self._prefix + name for name in names], given)
+        self._store.multi_set(*self._pairs(keys, values))
 
     def queue_push(self, key: Text, value: Text) -> None:
-        self._store.queue_push(self._key(key), value)
+        self._store.queue_push(self._name(key), value)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        return self._store.queue_pop(self._key(key), block)
+        return self._store.queue_pop(self._name(key), block)
 
     def queue_len(self, key: Text) -> int:
-        return self._store.queue_len(self._key(key))
+        return self._store.queue_len(self._name(key))
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
-        self._store.barrier(self._key(key), world_size, *(() if timeout is None else (timeout,)))
+        self._store.barrier(self._name(key), world_size, *(() if timeout is None else (timeout,)))
 
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from torch.distributed import DistStoreError
 
-from hpcdist_stores.integers import U32, parse_i64, wrap_i64
+from hpcdist_stores.integers import U32
 
 MAX_LENGTH = (1 << 32) - 1
 FIRST_KEY = b"refcount/"  # what every FileStore file begins with
@@ -60,28 +60,28 @@ class FileLog:
         return status.st_ino, status.st_size
 
     @contextlib.contextmanager
-    def reading(self, deadline: float | None) -> Iterator[dict[bytes, bytes]]:
-        """Hold the file shared; yields all keys and values."""
+    def reading(self, deadline: float | None) -> Iterator[None]:
+        """Bring ``data`` up to date, and keep it so for this process's threads."""
         with self._mine:
             with self._locked(_READ_FLAGS, fcntl.LOCK_SH, deadline) as fd:
                 is_torn = self._load(fd)
             if is_torn:  # cut it off, or torch's readers spin at it for ever
                 with self.writing(deadline):
                     pass
-            yield self.data
+            yield
 
     @contextlib.contextmanager
-    def writing(self, deadline: float | None, *, create: bool = False) -> Iterator[int]:
-        """Hold the file exclusively; yields the descriptor for ``append``."""
+    def writing(self, deadline: float | None, *, create: bool = False) -> Iterator[None]:
+        """Hold the file exclusively, with ``data`` up to date, for ``append`` and ``clear``."""
         flags = _WRITE_FLAGS | (os.O_CREAT if create else 0)
-        with self._mine, self._locked(flags, fcntl.LOCK_EX, deadline) as fd:
-            if self._load(fd):
-                os.ftruncate(fd, self._offset)
-            yield fd
+        with self._mine, self._locked(flags, fcntl.LOCK_EX, deadline) as self._fd:
+            if self._load(self._fd):
+                os.ftruncate(self._fd, self._offset)
+            yield
 
-    def append(self, fd: int, *pairs: tuple[bytes, bytes]) -> None:
+    def append(self, *pairs: tuple[bytes, bytes]) -> None:
         """Append records in one write; call within ``writing``."""
-        records = b"".join(pack_record(key, value) for key, value in pairs)
+        fd, records = self._fd, b"".join(pack_record(key, value) for key, value in pairs)
         try:
             written = os.write(fd, records)
             while written < len(records):  # a write ends early on a full disk, or after 2 GiB
@@ -93,17 +93,9 @@ class FileLog:
             self._apply(key, value)
         self._offset += len(records)
 
-    def total(self, key: bytes, amount: int) -> tuple[bytes, bytes]:
-        """Return a counter with an amount added to it, for ``append``."""
-        return key, b"%d" % wrap_i64(self.count(key) + amount)
-
-    def count(self, key: bytes) -> int:
-        """Return a counter as last read."""
-        return parse_i64(self.data.get(key) or b"0")
-
-    def clear(self, fd: int) -> None:
+    def clear(self) -> None:
         """Start the file again; call within ``writing``."""
-        os.ftruncate(fd, 0)
+        os.ftruncate(self._fd, 0)
         self._forget()
 
     def _forget(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.distributed import DistError, DistStoreError
 
 from hpcdist_stores.file.log import FIRST_KEY, NOTE, FileLog
+from hpcdist_stores.integers import parse_i64
 
 LEFT_KEY = b"cleanup/"
 HERE, LEFT = b"here", b"left"
@@ -62,36 +63,44 @@ class FileUser:
         FileUser._serial += 1
         pid = os.getpid()
         note = f"{_place()} {pid} {_start_time(pid)} {FileUser._serial}".encode() if world_size >= 0 else None
-        with log.writing(deadline, create=True) as fd:
+        with log.writing(deadline, create=True):
             if world_size > 0:
-                _refuse_stale(log, fd, world_size)
-            log.append(fd, log.total(FIRST_KEY, 1), *_noted(note, HERE))
+                _refuse_stale(log, world_size)
+            log.append(_counted(log, FIRST_KEY, 1), *_noted(note, HERE))
         self.leave = weakref.finalize(self, _leave, log, world_size, note, pid)
 
 
 def _leave(log: FileLog, world_size: int, note: bytes | None, pid: int) -> None:
     if os.getpid() != pid:  # a forked child is not a user of its own
         return
-    with contextlib.suppress(DistError, OSError, ValueError), log.writing(time.monotonic() + LEAVE_S) as fd:
-        if log.count(FIRST_KEY) <= 1 and 0 <= world_size <= log.count(LEFT_KEY) + 1:
+    with contextlib.suppress(DistError, OSError, ValueError), log.writing(time.monotonic() + LEAVE_S):
+        if _count(log, FIRST_KEY) <= 1 and 0 <= world_size <= _count(log, LEFT_KEY) + 1:
             os.unlink(log.path)
         else:
-            log.append(fd, log.total(LEFT_KEY, 1), log.total(FIRST_KEY, -1), *_noted(note, LEFT))
+            log.append(_counted(log, LEFT_KEY, 1), _counted(log, FIRST_KEY, -1), *_noted(note, LEFT))
+
+
+def _count(log: FileLog, key: bytes) -> int:
+    return parse_i64(log.data.get(key) or b"0")
+
+
+def _counted(log: FileLog, key: bytes, amount: int) -> tuple[bytes, bytes]:
+    return key, b"%d" % (_count(log, key) + amount)
 
 
 def _noted(note: bytes | None, state: bytes) -> list[tuple[bytes, bytes]]:
     return [] if note is None else [(NOTE + note, state)]
 
 
-def _refuse_stale(log: FileLog, fd: int, world_size: int) -> None:
-    there, gone = log.count(FIRST_KEY), log.count(LEFT_KEY)
+def _refuse_stale(log: FileLog, world_size: int) -> None:
+    there, gone = _count(log, FIRST_KEY), _count(log, LEFT_KEY)
     if there + gone < world_size:
         return  # not all have come yet, and this one is among those still to come
     users = [_may_live(note) for note, state in log.notes.items() if state == HERE]
     if any(users):
         return
     if there <= 0 or (len(users) >= there and None not in users):
-        log.clear(fd)  # all have left or died
+        log.clear()  # all have left or died
         return
     raise DistStoreError(
         f"{log.path} looks left from an earlier run: {there + gone} users came to it before, {there} did not "

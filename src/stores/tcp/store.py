@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_key_list, as_seconds
+from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount, as_bytes, as_seconds
 from hpcdist_stores.errors import NoAnswerError, barrier_timeout, queue_empty, wait_timeout, wrong_kind
 from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
@@ -38,11 +38,6 @@ _MOST_NAMED = 64  # a wait for more keys than this does not find out which of th
 
 T = TypeVar("T")
 _servers: weakref.WeakValueDictionary[int, ServerProcess] = weakref.WeakValueDictionary()
-
-
-def _wire_key(key: Text) -> bytes:
-    """Return a key as it is sent: with a "/" before it."""
-    return b"/" + (key.encode() if isinstance(key, str) else as_bytes(key))
 
 
 def _read_nothing(connection: Connection) -> None:
@@ -74,6 +69,8 @@ class TCPStore(Store):
         DistNetworkError: If the server cannot listen, or cannot be reached in time.
         DistStoreError: If fewer than ``world_size`` clients came in time.
     """
+
+    _prefix = b"/"
 
     def __init__(
         self,
@@ -146,11 +143,11 @@ class TCPStore(Store):
 
     def set(self, key: Text, value: Text) -> None:
         """Store a value; the server does not confirm it, the next request that has an answer does."""
-        self._send(_SET, "set", _wire_key(key), as_bytes(value, "value"))
+        self._send(_SET, "set", self._name(key), as_bytes(value, "value"))
 
     def append(self, key: Text, value: Text) -> None:
         """Append to a value (not confirmed either); a missing key counts as empty."""
-        self._send(_R[Request.APPEND], "append to", _wire_key(key), as_bytes(value, "value"))
+        self._send(_R[Request.APPEND], "append to", self._name(key), as_bytes(value, "value"))
 
     def _send(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
         self._session.check_sizes(key, value)
@@ -164,12 +161,12 @@ class TCPStore(Store):
             DistStoreError: If the key did not come in time, or the server did not answer in time.
             DistNetworkError: If the server has ended, at once.
         """
-        name = _wire_key(key)
+        name = self._name(key)
         packed = _pack(len(name)) + name
         return self._get("get", (name,), _ONE + packed, _GET + packed, Connection.read_value)
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        names = [b"/" + key for key in as_key_list(keys)]
+        names = self._names(keys)
         body = pack_keys(names)
         count = len(names)
         return self._get("multi_get", names, body, _MULTI_GET + body, lambda connection: connection.read_values(count))
@@ -235,7 +232,7 @@ class TCPStore(Store):
         Raises:
             DistNetworkError: If the value is not a number: servers close the connection then.
         """
-        return self._add(_wire_key(key), as_amount(amount))
+        return self._add(self._name(key), as_amount(amount))
 
     def _add(self, key: bytes, amount: int) -> int:
         frame = _ADD + _pack(len(key)) + key + I64.pack(amount)
@@ -243,11 +240,10 @@ class TCPStore(Store):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Return whether all keys (or queues that are not empty) are there, without waiting."""
-        names = [b"/" + key for key in as_key_list(keys)]
+        names = self._names(keys)
         return self._ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
 
-    def wait_until(self, keys: list[bytes], seconds: float) -> None:
-        names = [b"/" + key for key in keys]
+    def wait_until(self, names: list[bytes], seconds: float) -> None:
         body = pack_keys(names)
         start = time.monotonic()
         limit = first_answer_limit(seconds)
@@ -258,14 +254,14 @@ class TCPStore(Store):
             raise wait_timeout(names, seconds, time.monotonic() - start, self.where, f"; {error}") from error
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
-        name = _wire_key(key)
+        name = self._name(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
         self._session.check_sizes(name, before, after)
         frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
         return self._session.call("compare_set", (name,), self._limit, frame, Connection.read_value)
 
     def delete_key(self, key: Text) -> bool:
-        name = _wire_key(key)
+        name = self._name(key)
         frame = _R[Request.DELETE_KEY] + pack_string(name)
         return _i64(self._ask(frame, 8, "delete_key", (name,)))[0] == 1
 
@@ -277,13 +273,11 @@ class TCPStore(Store):
         def read(connection: Connection) -> list[bytes]:
             return connection.read_values(_i64(connection.read(8))[0])
 
-        keys = self._session.call("list_keys", (), self._limit, _R[Request.LIST_KEYS], read)
-        return [key[1:].decode() for key in keys if key.startswith(b"/")]
+        return self._listed(self._session.call("list_keys", (), self._limit, _R[Request.LIST_KEYS], read))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
-        names, given = self.as_lists(keys, values)
-        names = [b"/" + name for name in names]
+        names, given = self._pairs(keys, values)
         self._session.check_pairs(names, given)
         frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_pairs(names, given)
         if len(frame) > _LARGE_FRAME and not self._session.is_ours:
@@ -298,7 +292,7 @@ class TCPStore(Store):
                 "a TCPStore made with use_libuv=False has no queues, because torch's legacy server has none; "
                 "make it with use_libuv=True, the default, or use a HashStore"
             )
-        return _wire_key(key)
+        return self._name(key)
 
     def queue_push(self, key: Text, value: Text) -> None:
         """Put a value at the end of a queue (not confirmed, as with set).
@@ -337,7 +331,7 @@ class TCPStore(Store):
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         seconds = self._seconds if timeout is None else as_seconds(timeout)
-        name = _wire_key(key)
+        name = self._name(key)
         session = self._session
         start = time.monotonic()
         deadline = None if seconds < 0 else start + seconds

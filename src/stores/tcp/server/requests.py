@@ -15,7 +15,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from hpcdist_stores.integers import I64, U64, parse_i64, wrap_i64
+from hpcdist_stores.integers import I64, U64, add_i64
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space, Wait
 from hpcdist_stores.tcp.wire import (
     ABSENT,
@@ -168,13 +168,12 @@ def _get(space: Space, peer: Peer, key: bytes) -> Reply:
 
 
 def _add(space: Space, peer: Peer, key: bytes, amount: int) -> Reply:
-    value = space.data.get(key)
     try:
-        total = amount if value is None else wrap_i64(parse_i64(value) + amount)
+        total = add_i64(space.data.get(key, b"0"), amount)
     except (ValueError, OverflowError) as error:
         raise Refused(str(error)) from None
-    _set(space, peer, key, b"%d" % total)
-    return (_pack_i64(total),)
+    _set(space, peer, key, total)
+    return (_pack_i64(int(total)),)
 
 
 def _check(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
