@@ -11,7 +11,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qsl, urlparse
@@ -31,6 +30,7 @@ Handler = Callable[..., Iterator[Found]]
 
 PORTS = range(20000, 60000)  # where slurm:// looks for a free one
 INVITATION, COMPLETE = "world/next", "complete"  # the keys of ``meet``
+ONE_TRY = timedelta(seconds=2)  # for a server that may be another job's
 LOST_PAUSE = 0.02  # seconds until the next look for a server, after one has ended
 OPEN = "open_store"  # the call of a journal, and of errors
 SERVED: list[Store] = []  # the last world's: rank 0 may have destroyed that while other ranks still use the store
@@ -264,18 +264,13 @@ def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: tim
         notice.set(CREDENTIAL, slurm_secret.sealed(identity, store.port, secret))
         NOTICES.append(notice)
         return store
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        for port in ports:
-            with suppress(DistNetworkError, DistStoreError):
-                limit = timedelta(seconds=2)
-                notice = stores.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-                found = slurm_secret.unsealed(identity, notice.get(CREDENTIAL).decode(errors="replace"))
-                if found is not None:
-                    return join_any([(host, found[0])], timeout, found[1])
-        time.sleep(0.05)
-    text = f"no notice of this job's store after {timeout.total_seconds():.0f} s; tried {host}, ports {ports}"
-    raise DistNetworkError(explained(text, "store-unreachable"))
+
+    def by_notice(host: str, port: int) -> Store | None:
+        notice = stores.TCPStore(host, port, None, False, ONE_TRY, wait_for_workers=False)
+        found = slurm_secret.unsealed(identity, notice.get(CREDENTIAL).decode(errors="replace"))
+        return None if found is None else join_any([(host, found[0])], timeout, found[1])
+
+    return first_of([(host, port) for port in ports], timeout, by_notice)
 
 
 def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes | None) -> Store:
@@ -290,21 +285,28 @@ def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes | N
 
 def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: bytes) -> Store:
     """Connect to the job's own server at the first of its possible addresses and ports that accepts the secret."""
+
+    def join(host: str, port: int) -> Store:
+        store = stores.TCPStore(host, port, None, False, ONE_TRY, wait_for_workers=False, secret=secret)
+        store.set_timeout(timeout)
+        return store
+
+    return first_of(places, timeout, join)
+
+
+def first_of(
+    places: Sequence[tuple[str, int]], timeout: timedelta, connect: Callable[[str, int], Store | None]
+) -> Store:
+    """Return the first store to which ``connect`` connects, at an address where something listens."""
     deadline = time.monotonic() + timeout.total_seconds()
     failure: Exception | None = None
     while time.monotonic() < deadline:
         for host, port in places:
-            if not is_open(host, port):
-                continue
             try:
-                store = stores.TCPStore(
-                    host, port, None, False, timedelta(seconds=2), wait_for_workers=False, secret=secret
-                )
+                if is_open(host, port) and (store := connect(host, port)) is not None:
+                    return store
             except (DistNetworkError, DistStoreError) as error:
                 failure = error
-                continue
-            store.set_timeout(timeout)
-            return store
         time.sleep(0.05)
     tried = ", ".join(f"{host}:{port}" for host, port in places)
     seconds = timeout.total_seconds()
