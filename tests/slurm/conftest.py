@@ -80,6 +80,11 @@ def intel_mpi(pythons):
     return settings(pythons, "Intel(R) MPI")
 
 
+@pytest.fixture(params=["Open MPI", "MPICH"])
+def each_mpi(pythons, request):
+    return settings(pythons, request.param)
+
+
 @pytest.fixture
 def any_mpi(pythons):
     """Whichever MPI is here, for what does not depend on it."""
@@ -94,6 +99,18 @@ def submit(cluster, tmp_path):
         return cluster.submit(*options, ROOT / "slurm" / f"{name}.sbatch", *arguments, cwd=tmp_path, **environment)
 
     return submit_template
+
+
+@pytest.fixture
+def completed(cluster, submit):
+    """Submit a template, and return the job once it has ended well."""
+
+    def run(name, *arguments, timeout=120, **given):
+        job = cluster.wait(submit(name, *arguments, **given), timeout)
+        assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+        return job
+
+    return run
 
 
 @pytest.fixture

@@ -73,24 +73,20 @@ ONE_NODE = ["--nodes=1", "--ntasks-per-node=2"]
 TWO_NODES = ["--nodes=2", "--ntasks-per-node=2"]
 
 
-def test_the_images_mpi_makes_one_world_and_arguments_reach_it_unharmed(cluster, submit, jobs, own_mpi):
+def test_the_images_mpi_makes_one_world_and_arguments_reach_it_unharmed(completed, jobs, own_mpi):
     arguments = ["a b", "$HOME", "`id`", "*", "it's", 'say "x"', "", "back\\slash"]
-    job = cluster.wait(submit("apptainer", jobs / "mpi_sum.py", *arguments, options=ONE_NODE, **own_mpi[1]))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("apptainer", jobs / "mpi_sum.py", *arguments, options=ONE_NODE, **own_mpi[1])
     assert line(job, "world.*") == f"world=2 sum=1 nodes=1 threads=1 arguments={arguments}"
 
 
-def test_mpich_by_pmi2_on_two_nodes(cluster, submit, jobs, mpich):
-    job = cluster.wait(submit("apptainer", jobs / "mpi_sum.py", options=TWO_NODES, **mpich))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+def test_mpich_by_pmi2_on_two_nodes(completed, jobs, mpich):
+    job = completed("apptainer", jobs / "mpi_sum.py", options=TWO_NODES, **mpich)
     assert line(job, "world.*") == "world=4 sum=6 nodes=2 threads=1 arguments=[]"
 
 
-def test_it_trains_on_two_nodes(cluster, submit, mpich):
+def test_it_trains_on_two_nodes(completed, mpich):
     """Messages within a node are large enough for MPICH to want the memory of a rank in another container."""
-    number = submit("apptainer", TRAIN, "--epochs", "5", options=TWO_NODES, **mpich)
-    job = cluster.wait(number, timeout=180)
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("apptainer", TRAIN, "--epochs", "5", options=TWO_NODES, timeout=180, **mpich)
     accuracy = line(job, r"held-out accuracy ([\d.]+) after 5 epochs on 4 ranks")
     assert float(accuracy) > 0.9
 
@@ -101,24 +97,22 @@ def test_the_status_of_the_script_is_that_of_the_job(cluster, submit, jobs, own_
     assert "with status 7" in job.output
 
 
-def test_the_doctor_of_the_image_finds_nothing_wrong(cluster, submit, own_mpi):
+def test_the_doctor_of_the_image_finds_nothing_wrong(completed, own_mpi):
     name, environment = own_mpi
     alone = environment | {"PYTHONPATH": ""}  # without the checkout's hpcdist
-    job = cluster.wait(submit("apptainer", "-m", "hpcdist", "doctor", options=ONE_NODE, **alone), timeout=120)
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("apptainer", "-m", "hpcdist", "doctor", options=ONE_NODE, **alone)
     for text in ("hpcdist doctor, 2 ranks", IN_IMAGE, name, "MPI_COMM_WORLD has 2 ranks", " 0 wrong"):
         assert text in job.output
 
 
-def test_pmix_works_where_slurms_temporary_folder_is_bound(cluster, submit, jobs, own_mpi):
+def test_pmix_works_where_slurms_temporary_folder_is_bound(cluster, completed, jobs, own_mpi):
     name, environment = own_mpi
     if name != "Open MPI":
         pytest.skip(f"the image has {name}, which does not use PMIx")
     # Without /tmp in the containers these nodes' TmpFS and spool folders are as far away as those of other sites.
     bound = [environment["HPCDIST_BIND"], *(f"{cluster.folder}/{node}/tmp" for node in NODES)]
     where = {"APPTAINER_NO_MOUNT": "tmp", "HPCDIST_BIND": ",".join(bound)}
-    job = cluster.wait(submit("apptainer", jobs / "mpi_sum.py", options=ONE_NODE, **environment | where))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("apptainer", jobs / "mpi_sum.py", options=ONE_NODE, **environment | where)
     assert line(job, "world.*") == "world=2 sum=1 nodes=1 threads=1 arguments=[]"
 
 
@@ -128,14 +122,13 @@ print("found", sys.prefix, os.getcwd(), site.ENABLE_USER_SITE, open("beside.txt"
 """
 
 
-def test_a_job_finds_its_folder_and_its_variables_and_no_package_of_the_home(cluster, submit, base, tmp_path):
+def test_a_job_finds_its_folder_and_its_variables_and_no_package_of_the_home(completed, base, tmp_path):
     (tmp_path / "found.py").write_text(FOUND)
     (tmp_path / "beside.txt").write_text("read")
     environment = base | {"HPCDIST_PYTHON": "/usr/bin/python3", "HPCDIST_MPI": "none", "MINE": "kept"}
     environment["APPTAINER_MESSAGELEVEL"] = "3"
     one = ["--nodes=1", "--ntasks-per-node=1"]
-    job = cluster.wait(submit("apptainer", "found.py", options=[*one, "--gpus-per-node=1"], **environment))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("apptainer", "found.py", options=[*one, "--gpus-per-node=1"], **environment)
     assert line(job, "found.*") == f"found /usr {tmp_path} False read kept"
     # There is no GPU behind Slurm's: that --nv was given shows in what it looked for.
     assert "nvidia" in job.output

@@ -7,7 +7,7 @@ import pytest
 
 ON_TWO_NODES = ["srun", "--nodes=2", "--ntasks=2"]
 DOCTOR = ["-m", "hpcdist", "doctor"]
-MEND = {"Open MPI": "srun --mpi=pmix ", "MPICH": "srun --mpi=pmi2 "}
+OF_PMI = {"pmix": "Open MPI", "pmi2": "MPICH"}
 
 
 def page_of(result):
@@ -23,10 +23,8 @@ def problems_of(page):
     return [each for each in page["findings"] if each["level"] == "problem"]
 
 
-@pytest.mark.parametrize("mpi", ["MPICH", "Open MPI"])
-def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
-    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
-    pmi, python = environment["HPCDIST_MPI"], environment["HPCDIST_PYTHON"]
+def test_it_sees_the_step_and_both_nodes(each_mpi, cluster):
+    pmi, python = each_mpi["HPCDIST_MPI"], each_mpi["HPCDIST_PYTHON"]
     # both nodes are one machine: their names are what tells them apart
     command = f"HPCDIST_NODE_KEY=$SLURMD_NODENAME exec {python} {' '.join(DOCTOR)} --json"
     result = cluster.run(*ON_TWO_NODES, f"--mpi={pmi}", "sh", "-c", command, timeout=110)
@@ -41,7 +39,7 @@ def test_it_sees_the_step_and_both_nodes(mpi, cluster, request):
         "started by srun, 2 ranks",
         "MPI_COMM_WORLD has 2 ranks",
         place,
-        f"srun has {pmi}, which {mpi} needs: srun --mpi={pmi}",
+        f"srun has {pmi}, which {OF_PMI[pmi]} needs: srun --mpi={pmi}",
         "2 ranks on 2 nodes, 1 each",
         "ranks and world size agree with the launcher",
     ):
@@ -58,19 +56,17 @@ def test_a_person_reads_one_page(cluster, any_mpi):
 
 
 @pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
-@pytest.mark.parametrize("mpi", ["MPICH", "Open MPI"])
-def test_the_wrong_pmi_is_named_with_the_command_that_mends_it(mpi, pmi, cluster, request):
-    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
-    if environment["HPCDIST_MPI"] == pmi:
+def test_the_wrong_pmi_is_named_with_the_command_that_fixes_it(each_mpi, pmi, cluster):
+    if (right := each_mpi["HPCDIST_MPI"]) == pmi:
         pytest.skip("that is the right one")
-    command = [*ON_TWO_NODES, f"--mpi={pmi}", environment["HPCDIST_PYTHON"], *DOCTOR, "--json"]
+    command = [*ON_TWO_NODES, f"--mpi={pmi}", each_mpi["HPCDIST_PYTHON"], *DOCTOR, "--json"]
     result = cluster.run(*command, timeout=110)
     page = page_of(result)
     assert (result.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems_of(page)
-    assert problem["remedy"].startswith(MEND[mpi])
+    assert problem["remedy"].startswith(f"srun --mpi={right} ")
     # MPICH ends the process that Slurm's PMIx has started
-    said = "starting MPI ended the process" if (mpi, pmi) == ("MPICH", "pmix") else "srun started 2 ranks"
+    said = "starting MPI ended the process" if (right, pmi) == ("pmi2", "pmix") else "srun started 2 ranks"
     assert said in problem["text"]
     assert "started by srun, 2 ranks" in texts_of(page)
     if pmi != "none":  # of which Slurm leaves no trace in the environment

@@ -31,11 +31,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("mpi", [pytest.param("Open MPI", marks=pytest.mark.quick), "MPICH"])
-def test_torchs_own_init_process_group_under_srun(mpi, cluster, request):
+@pytest.mark.parametrize("each_mpi", [pytest.param("Open MPI", marks=pytest.mark.quick), "MPICH"], indirect=True)
+def test_torchs_own_init_process_group_under_srun(each_mpi, cluster):
     """No address, no port, and no import of hpcdist."""
-    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
-    command = ["srun", "--nodes=2", "--ntasks=2", f"--mpi={environment['HPCDIST_MPI']}", environment["HPCDIST_PYTHON"]]
+    command = ["srun", "--nodes=2", "--ntasks=2", f"--mpi={each_mpi['HPCDIST_MPI']}", each_mpi["HPCDIST_PYTHON"]]
     result = cluster.run(*command, "-c", STEP_OF_TORCH, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["torch hpcdist 2 [2.0, 2.0, 2.0]"] * 2
@@ -62,10 +61,8 @@ def test_site_scripts_that_export_torchs_variables(script, cluster, openmpi):
     assert result.stdout.splitlines() == [f"{kind} hpcdist 2 [2.0, 2.0, 2.0]"] * 2
 
 
-@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
-def test_a_cancelled_job_leaves_nothing_behind(mpi, cluster, submit, jobs, request):
-    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
-    number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **environment)
+def test_a_cancelled_job_leaves_nothing_behind(each_mpi, cluster, submit, jobs):
+    number = submit("cpu", jobs / "endless.py", options=["--ntasks-per-node=2"], **each_mpi)
     assert wait_until(lambda: "running" in cluster.output(number), timeout=90), cluster.output(number)
     assert any("endless.py" in line for line in cluster.processes())
     shared = cluster.shared_files()

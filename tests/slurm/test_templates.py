@@ -17,51 +17,43 @@ def lines(job, pattern):
     return re.findall(rf"^{pattern}.*$", job.output, re.MULTILINE)
 
 
-def test_cpu_runs_mpich_by_pmi2_on_two_nodes(cluster, submit, jobs, mpich):
-    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", "--epochs", "3", **mpich))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
-    assert lines(job, "world") == ["world=8 sum=28 nodes=2 threads=1 arguments=['--epochs', '3']"]
-
-
-def test_cpu_runs_intel_mpi_by_pmi2_on_two_nodes(cluster, submit, jobs, intel_mpi):
-    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=2"], **intel_mpi))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
-    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
-
-
-def test_cpu_runs_open_mpi_by_pmix_on_one_node(cluster, submit, jobs, openmpi):
-    size = ["--nodes=1", "--ntasks-per-node=2"]
-    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=size, **openmpi))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
-    assert lines(job, "world") == ["world=2 sum=1 nodes=1 threads=1 arguments=[]"]
-
-
-def test_cpu_runs_open_mpi_by_pmix_on_two_nodes(cluster, submit, jobs, openmpi):
+TWO_A_NODE = ["--ntasks-per-node=2"]
+# template, fixture of the MPI, options, and what rank 0 of the job prints
+WORLDS = [
+    ("cpu", "mpich", [], "world=8 sum=28 nodes=2 threads=1"),
+    ("cpu", "intel_mpi", TWO_A_NODE, "world=4 sum=6 nodes=2 threads=1"),
+    ("cpu", "openmpi", ["--nodes=1", *TWO_A_NODE], "world=2 sum=1 nodes=1 threads=1"),
     # No more than two a node: PMIx in Slurm 22.05 does not tell Open MPI 5 which ranks are on its node.
-    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--ntasks-per-node=2"], **openmpi))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
-    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=1 arguments=[]"]
+    ("cpu", "openmpi", TWO_A_NODE, "world=4 sum=6 nodes=2 threads=1"),
+    ("hybrid", "any_mpi", [], "world=4 sum=6 nodes=2 threads=2"),
+    ("gpu", "any_mpi", [], "world=2 sum=1 nodes=1 threads=1"),
+]
 
 
-@pytest.mark.parametrize("mpi", ["Open MPI", "MPICH"])
-def test_hpcdist_finds_its_world_on_two_nodes_by_itself(mpi, cluster, submit, jobs, request):
-    environment = request.getfixturevalue({"Open MPI": "openmpi", "MPICH": "mpich"}[mpi])
-    job = cluster.wait(submit("cpu", jobs / "facade_sum.py", options=["--ntasks-per-node=1"], **environment))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+@pytest.mark.parametrize(("template", "mpi", "options", "world"), WORLDS)
+def test_the_ranks_are_one_world_of_the_size_that_was_asked_for(
+    template, mpi, options, world, completed, jobs, request
+):
+    job = completed(template, jobs / "mpi_sum.py", "--epochs", "3", options=options, **request.getfixturevalue(mpi))
+    assert lines(job, "world") == [f"{world} arguments=['--epochs', '3']"]
+    assert ("2 ranks, 2 GPUs a node" in job.output) == (template == "gpu")
+
+
+def test_hpcdist_finds_its_world_on_two_nodes_by_itself(each_mpi, completed, jobs):
+    job = completed("cpu", jobs / "facade_sum.py", options=["--ntasks-per-node=1"], **each_mpi)
     assert lines(job, "world") == ["world=2 sum=1 backend=mpi"]
 
 
-def test_arguments_reach_the_script_unharmed(cluster, submit, jobs, any_mpi, tmp_path):
+def test_arguments_reach_the_script_unharmed(completed, jobs, any_mpi, tmp_path):
     script = tmp_path / "a script's $HOME.py"
     script.write_text((jobs / "mpi_sum.py").read_text())
     arguments = ["a b", "$HOME", "`id`", "*", "it's", 'say "x"', "", "--x=1;2", "back\\slash"]
-    job = cluster.wait(submit("cpu", script, *arguments, options=["--nodes=1", "--ntasks-per-node=1"], **any_mpi))
-    assert job.exit_status == 0, job.output
+    job = completed("cpu", script, *arguments, options=["--nodes=1", "--ntasks-per-node=1"], **any_mpi)
     assert f"arguments={arguments}" in job.output
 
 
-def test_the_log_says_where_and_when_the_job_ran(cluster, submit, jobs, any_mpi, tmp_path):
-    job = cluster.wait(submit("cpu", jobs / "mpi_sum.py", options=["--nodes=2", "--ntasks-per-node=1"], **any_mpi))
+def test_the_log_says_where_and_when_the_job_ran(completed, jobs, any_mpi, tmp_path):
+    job = completed("cpu", jobs / "mpi_sum.py", options=["--nodes=2", "--ntasks-per-node=1"], **any_mpi)
     assert job.facts["StdOut"] == str(tmp_path / f"cpu-{job.id}.out")
     started, ended = lines(job, f"job {job.id}")
     assert "127.0.0.[1-2], 2 ranks" in started
@@ -84,19 +76,6 @@ def test_the_status_of_the_script_is_that_of_the_job(cluster, submit, jobs, open
         # torchrun's agent ends with 1 whatever its ranks end with.
         assert (job.state, job.exit_status) == ("FAILED", 1 if name == "torchrun" else 7), job.output
         assert f"with status {job.exit_status}" in job.output
-
-
-def test_hybrid_gives_each_rank_its_threads(cluster, submit, jobs, any_mpi):
-    job = cluster.wait(submit("hybrid", jobs / "mpi_sum.py", **any_mpi))
-    assert job.exit_status == 0, job.output
-    assert lines(job, "world") == ["world=4 sum=6 nodes=2 threads=2 arguments=[]"]
-
-
-def test_gpu_starts_one_task_a_gpu(cluster, submit, jobs, any_mpi):
-    job = cluster.wait(submit("gpu", jobs / "mpi_sum.py", **any_mpi))
-    assert job.exit_status == 0, job.output
-    assert "2 ranks, 2 GPUs a node" in job.output
-    assert lines(job, "world") == ["world=2 sum=1 nodes=1 threads=1 arguments=[]"]
 
 
 def test_gpu_refuses_more_tasks_than_gpus(cluster, submit, jobs, any_mpi):
@@ -128,10 +107,9 @@ def test_array_runs_each_line_of_its_sweep(cluster, submit, jobs, any_mpi, tmp_p
     assert len({task.facts["StdOut"] for task in tasks}) == 4
 
 
-def test_elastic_goes_on_after_a_rank_is_killed(cluster, submit, jobs, openmpi):
+def test_elastic_goes_on_after_a_rank_is_killed(completed, jobs, openmpi):
     by = openmpi | {"HPCDIST_LAUNCHER": "mpirun"}  # the script does not use hpcdist.elastic
-    job = cluster.wait(submit("elastic", jobs / "elastic_sum.py", options=["--ntasks-per-node=2"], **by))
-    assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
+    job = completed("elastic", jobs / "elastic_sum.py", options=TWO_A_NODE, **by)
     assert lines(job, "started") == ["started=4 left=3"]
 
 

@@ -22,19 +22,24 @@ def processes():
 
 
 @pytest.fixture
-def torchs_server(processes):
-    """Start torch's own server in another process: its list_keys would hold this one's interpreter lock."""
+def owner(processes):
+    """Start a process that owns a server until the test's end, and return it and what it sends."""
     owners = []
 
-    def start(*, use_libuv):
+    def start(target, *arguments):
         ours, theirs = processes.context.Pipe()
-        owner = processes.context.Process(target=store_workers.own_server_of_torch, args=(theirs, use_libuv))
-        owner.start()
-        owners.append(owner)
-        assert ours.poll(20)
-        return ours.recv()
+        owners.append(processes.context.Process(target=target, args=(theirs, *arguments)))
+        owners[-1].start()
+        assert ours.poll(60)
+        return owners[-1], ours.recv()
 
     yield start
-    for owner in owners:
-        owner.kill()
-        owner.join(5)
+    for each in owners:
+        each.kill()
+        each.join(20)
+
+
+@pytest.fixture
+def torchs_server(owner):
+    """Start torch's own server in another process: its list_keys would hold this one's interpreter lock."""
+    return lambda *, use_libuv: owner(store_workers.own_server_of_torch, use_libuv)[1]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -225,20 +226,14 @@ class StoreContract:
         assert not waiting.is_alive()
 
     def test_barrier(self, store):
-        done = []
-        handles = [store.clone() for _ in range(3)]
-        threads = [
-            threading.Thread(target=lambda s=s: (s.barrier("b", 4, timedelta(seconds=30)), done.append(1)))
-            for s in handles
-        ]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.1)
-        assert not done
-        store.barrier("b", 4, timedelta(seconds=30))
-        for thread in threads:
-            thread.join(30)
-        assert len(done) == 3
+        with ThreadPoolExecutor() as pool:
+            limit = timedelta(seconds=30)
+            waiting = [pool.submit(store.clone().barrier, "b", 4, limit) for _ in range(3)]
+            time.sleep(0.1)
+            assert not any(each.done() for each in waiting)
+            store.barrier("b", 4, limit)
+            for each in waiting:
+                each.result(30)
 
     # -- queues
 
@@ -280,11 +275,8 @@ class StoreContract:
                         break
                 handle.set(f"{number}/{i}", b"%d" % i)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(32) as pool:
+            list(pool.map(work, range(32)))
         assert store.get("sum") == b"320"
         assert store.get("bytes") == b"x" * 320
         assert store.get("cas").split()[0] == b"320"

@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -157,21 +158,15 @@ def own_server_of_torch(pipe, use_libuv):
 
 def gloo_alone(number):
     """Run gloo with four ranks as threads of this process over one HashStore."""
-    import threading
-
     store = stores.HashStore()
-    results = [None] * 4
 
     def rank_main(rank):
         group = dist.ProcessGroupGloo(dist.PrefixStore("g", store), rank, 4, SOON)
         tensor = torch.full((1,), number / 4)
         group.allreduce([tensor]).wait()
-        results[rank] = tensor.tolist()
+        return tensor.tolist()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(rank_main, range(4)))
     assert results == [results[0]] * 4
     return results[0]

@@ -17,20 +17,12 @@ from tests.stores.slow_proxy import SlowProxy
 
 
 @pytest.fixture(params=["ours", "torch's libuv", "torch's legacy"])
-def server(request, processes):
+def server(request, owner):
     """A server process: its port, and its pid."""
-    ours, theirs = processes.context.Pipe()
     if request.param == "ours":
-        target, arguments = store_workers.own_server, (theirs,)
-    else:
-        target, arguments = store_workers.own_server_of_torch, (theirs, "libuv" in request.param)
-    owner = processes.context.Process(target=target, args=arguments)
-    owner.start()
-    assert ours.poll(60)
-    received = ours.recv()
-    yield received if request.param == "ours" else (received, owner.pid)
-    owner.kill()
-    owner.join(20)
+        return owner(store_workers.own_server)[1]
+    process, port = owner(store_workers.own_server_of_torch, "libuv" in request.param)
+    return port, process.pid
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ class TestTorchsTCPStoreOnOurServer:
     has_queues = True
 
 
-def test_port_host_and_clients(processes):
+def test_port_host_and_clients():
     store = stores.TCPStore("127.0.0.1", 0, 3, True, timedelta(seconds=20), wait_for_workers=False)
     assert store.host == "127.0.0.1"
     assert store.port > 0
@@ -175,7 +175,7 @@ def test_a_client_may_come_before_the_server():
     assert early == [b"1"]
 
 
-def test_secrets(tmp_path):
+def test_secrets():
     store = stores.TCPStore("127.0.0.1", 0, None, True, secret=b"right")
     stores.TCPStore("127.0.0.1", store.port, secret="right").set("k", "1")
     assert store.get("k") == b"1"
@@ -219,23 +219,15 @@ def has_ended(pid):
         return True
 
 
-def _owner(processes, *arguments):
-    ours, theirs = processes.context.Pipe()
-    owner = processes.context.Process(target=store_workers.own_server, args=(theirs, *arguments))
-    owner.start()
-    assert ours.poll(20)
-    return owner, *ours.recv()
-
-
-def test_a_dead_server_is_noticed_by_every_waiting_client(processes):
-    owner, port, server = _owner(processes)
+def test_a_dead_server_is_noticed_by_every_waiting_client(processes, owner):
+    process, (port, server) = owner(store_workers.own_server)
     probe = stores.TCPStore("127.0.0.1", port)
     with processes.context.Pool(3) as pool:
         waiting = pool.starmap_async(store_workers.tcp_wait, [(port, "never")] * 3, chunksize=1)
         while not probe.check(["waiting"]) or int(probe.get("waiting")) < 3:
             time.sleep(0.01)
         time.sleep(0.1)
-        os.kill(owner.pid, signal.SIGKILL)
+        os.kill(process.pid, signal.SIGKILL)
         killed = time.time()
         results = waiting.get(10)
     for name, message, when in results:
@@ -245,7 +237,7 @@ def test_a_dead_server_is_noticed_by_every_waiting_client(processes):
         assert when - killed < 10, "the end of the connection tells them, not their timeout of 60 s"
     with pytest.raises(dist.DistNetworkError):
         probe.get("k")
-    owner.join(5)
+    process.join(5)
     assert has_ended(server)
 
 
@@ -354,26 +346,18 @@ def test_the_server_process_has_no_torch():
 
 
 @pytest.mark.timed
-def test_a_busy_owner_does_not_slow_others(processes):
-    ours, theirs = processes.context.Pipe()
-    owner = processes.context.Process(target=store_workers.own_server_and_spin, args=(theirs,))
-    owner.start()
-    try:
-        assert ours.poll(20)
-        store = stores.TCPStore("127.0.0.1", ours.recv())
-        slow = []
-        for _ in range(5):  # a round may meet other work on this machine: one undisturbed round is the proof
-            times = []
-            for _ in range(1000):
-                start = time.perf_counter()
-                store.get("k")
-                times.append(time.perf_counter() - start)
-            slow.append(statistics.median(times))
-        # 0.06 to 0.3 ms were measured; a server thread in the owner waits for the interpreter lock, 5 ms each time
-        assert min(slow) < 0.002, slow
-    finally:
-        owner.kill()
-        owner.join(5)
+def test_a_busy_owner_does_not_slow_others(owner):
+    store = stores.TCPStore("127.0.0.1", owner(store_workers.own_server_and_spin)[1])
+    slow = []
+    for _ in range(5):  # a round may meet other work on this machine: one undisturbed round is the proof
+        times = []
+        for _ in range(1000):
+            start = time.perf_counter()
+            store.get("k")
+            times.append(time.perf_counter() - start)
+        slow.append(statistics.median(times))
+    # 0.06 to 0.3 ms were measured; a server thread in the owner waits for the interpreter lock, 5 ms each time
+    assert min(slow) < 0.002, slow
 
 
 def test_large_values_to_torchs_own_server(monkeypatch):

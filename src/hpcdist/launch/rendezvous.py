@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -194,7 +195,7 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     host, port = found["MASTER_ADDR"], found["MASTER_PORT"]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        agent = stores.TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
+        agent = stores.TCPStore(host, port, timeout=timeout)
         yield stores.PrefixStore(f"/worker/attempt_{restarts}", agent), rank, world_size
     else:
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
@@ -244,29 +245,29 @@ def by_slurm(url: str, rank: int, world_size: int, timeout: timedelta = default_
     rank, world_size = required("slurm", step.rank, step.size)
     host = addresses.LOOPBACK if len(step.hosts) == 1 else step.hosts[0]
     key = slurm_secret.key_of(step.hosts)
-    first = sum(step.identity.encode()[i] * 257**i for i in range(len(step.identity)))
+    first = zlib.crc32(step.identity.encode())
     ports = [PORTS[(first + 1009 * i) % len(PORTS)] for i in range(CANDIDATES)]
     if key is None:
-        yield by_munge(rank, host, ports, step.identity, timeout), rank, world_size
-    elif rank == 0:
-        yield serve_any(host, ports, timeout, slurm_secret.secret(step.identity, key)), rank, world_size
+        store = by_munge(rank, host, ports, step.identity, timeout)
     else:
+        secret = slurm_secret.secret(step.identity, key)
         places = [(host, port) for port in ports]
-        yield join_any(places, timeout, slurm_secret.secret(step.identity, key)), rank, world_size
+        store = join_any(places, timeout, secret) if rank else serve_any(host, ports, timeout, secret)
+    yield store, rank, world_size
 
 
 def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: timedelta) -> Store:
     """Open or join a store whose secret and port a MUNGE credential says, which rank 0 serves at one of the ports."""
     if rank == 0:
         secret = secrets.token_bytes(32)
-        store = stores.TCPStore(host, 0, None, True, timeout, wait_for_workers=False, secret=secret)
+        store = stores.TCPStore(host, 0, None, True, timeout, secret=secret)
         notice = serve_any(host, ports, timeout, None)
         notice.set(CREDENTIAL, slurm_secret.sealed(identity, store.port, secret))
         NOTICES.append(notice)
         return store
 
     def by_notice(host: str, port: int) -> Store | None:
-        notice = stores.TCPStore(host, port, None, False, ONE_TRY, wait_for_workers=False)
+        notice = stores.TCPStore(host, port, timeout=ONE_TRY)
         found = slurm_secret.unsealed(identity, notice.get(CREDENTIAL).decode(errors="replace"))
         return None if found is None else join_any([(host, found[0])], timeout, found[1])
 
@@ -277,7 +278,7 @@ def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes | N
     """Open a server on the first port that is free."""
     for port in ports:
         try:
-            return stores.TCPStore(host, port, None, True, timeout, wait_for_workers=False, secret=secret)
+            return stores.TCPStore(host, port, None, True, timeout, secret=secret)
         except DistNetworkError as error:
             failure = error
     raise DistNetworkError(f"no free port for the job's store on {host} among {ports}: {failure}")
@@ -287,7 +288,7 @@ def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: byte
     """Connect to the job's own server at the first of its possible addresses and ports that accepts the secret."""
 
     def join(host: str, port: int) -> Store:
-        store = stores.TCPStore(host, port, None, False, ONE_TRY, wait_for_workers=False, secret=secret)
+        store = stores.TCPStore(host, port, timeout=ONE_TRY, secret=secret)
         store.set_timeout(timeout)
         return store
 
@@ -345,7 +346,7 @@ def served(carrier: Any, timeout: timedelta) -> Store:
         if len(set(networks)) > 1:
             hosts = addresses.own()
             listening = addresses.ALL_INTERFACES[addresses.family()] if hosts else socket.gethostname()
-        store = stores.TCPStore(listening, 0, None, True, timeout, wait_for_workers=False, secret=secret)
+        store = stores.TCPStore(listening, 0, None, True, timeout, secret=secret)
         made.append(store)
         return [(host, store.port) for host in hosts or (listening,)], secret
 

@@ -351,14 +351,9 @@ class TCPStore(Store):
 
     def clone(self) -> TCPStore:
         """Return a store with connections of its own to the same server, which lives as long as either."""
-        twin = TCPStore.__new__(TCPStore)
-        Store.__init__(twin)
-        twin.set_timeout(self.timeout)
-        twin._host, twin._use_libuv, twin._server = self._host, self._use_libuv, self._server
         old = self._session
-        twin._session = Session(old.host, old.port, old.secret, self._seconds)
-        twin._session.pipelines = old.pipelines
-        twin.where = self.where
+        twin = TCPStore(old.host, old.port, timeout=self.timeout, use_libuv=self._use_libuv, secret=old.secret)
+        twin._host, twin._server, twin._session.pipelines = self._host, self._server, old.pipelines
         return twin
 
     @property
