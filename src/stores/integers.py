@@ -19,14 +19,10 @@ def is_i64(number: int) -> bool:
     return -(1 << 63) <= number < 1 << 63
 
 
-def wrap_i64(number: int) -> int:
-    """Wrap an integer to 64 bits with sign, as the sums of torch's servers do."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 def add_i64(text: bytes, amount: int) -> bytes:
-    """Return a counter's text with an amount added; errors as ``parse_i64``."""
-    return b"%d" % wrap_i64(parse_i64(text) + amount)
+    """Return a counter's text with an amount added, wrapped at 64 bits as by torch's servers; see ``parse_i64``."""
+    total = parse_i64(text) + amount
+    return b"%d" % ((total + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
 def parse_i64(text: bytes) -> int:

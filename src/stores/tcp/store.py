@@ -111,7 +111,7 @@ class TCPStore(Store):
         server = _servers.get(port) if is_shared and port else None
         if server is None:
             try:
-                server = ServerProcess(listen(self._host, port) if fd is None else [take_over(fd)], secret)
+                server = ServerProcess(listen(self._host, port) if fd is None else take_over(fd), secret)
             except OSError as error:
                 raise DistNetworkError(f"the server cannot listen at {self._host}:{port}: {error}") from error
             if is_shared:

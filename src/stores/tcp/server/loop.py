@@ -41,10 +41,10 @@ WRITE = select.EPOLLOUT
 
 
 class Server:
-    """Serves one key space on the given listening sockets until it is told to stop."""
+    """Serves one key space on a listening socket until it is told to stop."""
 
-    def __init__(self, listeners: list[socket.socket], secret: bytes | None, owner: int) -> None:
-        self.listeners = listeners
+    def __init__(self, listener: socket.socket, secret: bytes | None, owner: int) -> None:
+        self.listener = listener
         self.owner = owner  # the process that has started this one
         self.secret = secret
         self.space = Space()
@@ -54,9 +54,8 @@ class Server:
         self.running = True
         self.unfinished = 0
         self.is_full = False
-        for listener in listeners:
-            listener.setblocking(False)
-            self.watch(listener.fileno(), self.accept_all)
+        listener.setblocking(False)
+        self.watch(listener.fileno(), self.accept_all)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         self.callbacks[fd] = callback
@@ -86,26 +85,24 @@ class Server:
 
     def accept_all(self) -> None:
         """Accept every connection that is waiting."""
-        for listener in self.listeners:
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except BlockingIOError:
-                    break
-                except OSError as error:
-                    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                        self.is_full = True  # connections stay in the backlog while there is no descriptor for them
-                        for each in self.listeners:
-                            self.epoll.modify(each.fileno(), 0)
-                        return
-                    continue  # that one left before it was taken
-                sock.setblocking(False)
-                with contextlib.suppress(OSError):
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                peer = Peer(sock, self.transmit)
-                self.connections[peer.fd] = peer
-                self.epoll.register(peer.fd, READ)
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self.is_full = True  # connections stay in the backlog while there is no descriptor for them
+                    self.epoll.modify(self.listener.fileno(), 0)
+                    return
+                continue  # that one left before it was taken
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer = Peer(sock, self.transmit)
+            self.connections[peer.fd] = peer
+            self.epoll.register(peer.fd, READ)
 
     def tick(self, now: float) -> None:
         """Do what needs a clock: the owner's life, descriptors, late proofs, frames that stall."""
@@ -115,8 +112,7 @@ class Server:
             self.close_all(p for p in self.connections.values() if not p.is_open and now - p.born > GREET_S)
         if self.is_full:
             self.is_full = False
-            for listener in self.listeners:
-                self.epoll.modify(listener.fileno(), READ)
+            self.epoll.modify(self.listener.fileno(), READ)
         if self.unfinished > UNFINISHED_LIMIT:
             begun = (p for p in self.connections.values() if p.buf is not None and p.unsent is None)
             self.close_all(p for p in begun if now - p.touched > STALL_S)
@@ -281,12 +277,12 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a server process: owner's pid, control descriptor, listening descriptors...
+    """Run a server process: owner's pid, control descriptor, listening descriptor.
 
     The control socket brings the secret as a u32 length (0: no secret) and its bytes; one more byte, or the
     socket's end, ends the server.
     """
-    owner, control_fd, *listen_fds = map(int, arguments)
+    owner, control_fd, listen_fd = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
     with contextlib.suppress(OSError, ValueError):
@@ -295,7 +291,7 @@ def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=control_fd)
     (size,) = U32.unpack(control.recv(4, socket.MSG_WAITALL))
     secret = control.recv(size, socket.MSG_WAITALL) if size else None
-    server = Server([socket.socket(fileno=fd) for fd in listen_fds], secret, owner)
+    server = Server(socket.socket(fileno=listen_fd), secret, owner)
     server.watch(control_fd, server.stop)
     gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
     server.run()

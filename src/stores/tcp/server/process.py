@@ -1,7 +1,7 @@
 """Server process: starts a TCPStore's server beside its owner, and ends it with the owner.
 
 The process runs loop.py with the standard library only (no site, no torch; about 15 ms), so that rank 0's
-interpreter lock does not slow it. The listening sockets are made here, so that errors are raised here, and
+interpreter lock does not slow it. The listening socket is made here, so that errors are raised here, and
 handed down; clients can connect at once, because the kernel queues them. The process ends on a byte or the
 end of its control socket, and soon after its owner has gone, which also covers ``kill -9`` and forked children that
 keep the socket open.
@@ -24,7 +24,6 @@ from torch.distributed import DistStoreError
 from hpcdist_stores.integers import U32
 
 BACKLOG = 65535  # the kernel lowers it to net.core.somaxconn
-PORT_TRIES = 16
 END_S = 2.0
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give large values back
 
@@ -36,7 +35,6 @@ _START = (
 )
 _HOME = str(Path(__file__).resolve().parents[2])
 _LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def _is_name(host: str) -> bool:
@@ -53,40 +51,20 @@ def own_address(host: str) -> str:
     return _LOOPBACKS.get("" if _is_name(host) else host, host)
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Listen at an address of this machine, or for a name on every interface; port 0 takes a free one, the same at all.
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at an address of this machine, or for a name on every interface; port 0 takes a free one.
 
-    "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost" is loopback. Any other name is every
+    "" and "0.0.0.0" are all IPv4 interfaces, "::" all there are; "localhost" is 127.0.0.1. Any other name is every
     interface: on Debian a host's own name means 127.0.1.1 on the host and its real address elsewhere, and torch's
     TCPStore listens on every interface too.
     """
+    has_both = socket.has_dualstack_ipv6()
     if _is_name(host):
-        host = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # a kernel without IPv6
-    found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
-    for _ in range(PORT_TRIES):
-        with contextlib.ExitStack() as failed:
-            listeners: list[socket.socket] = []
-            absent: OSError | None = None
-            for family, (name, _, *scope) in addresses:
-                at = (name, listeners[0].getsockname()[1] if listeners else port, *scope)
-                is_dual = name == "::" and socket.has_dualstack_ipv6()
-                try:
-                    made = socket.create_server(at, family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE and port == 0 and listeners:
-                        break  # the port that was free at the first address is taken at the second
-                    if error.errno not in _NOT_HERE:
-                        raise
-                    absent = error  # of several addresses one may not be configured here, such as ::1
-                else:
-                    listeners.append(failed.enter_context(made))
-            else:
-                if absent is not None and not listeners:
-                    raise absent
-                failed.pop_all()
-                return listeners
-    raise OSError(errno.EADDRINUSE, f"found no port that is free at all addresses of {host!r}")
+        host = "::" if has_both else "0.0.0.0"
+    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    is_dual = host == "::" and has_both
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
 
 
 def take_over(fd: int) -> socket.socket:
@@ -99,12 +77,12 @@ def take_over(fd: int) -> socket.socket:
 class ServerProcess:
     """Owns a server's process; the last reference to it ends the server."""
 
-    def __init__(self, listeners: list[socket.socket], secret: bytes | None) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         if sys.platform != "linux":
             raise DistStoreError(f"a TCPStore's server needs Linux (epoll), and this is {sys.platform}")
-        self.port: int = listeners[0].getsockname()[1]
+        self.port: int = listener.getsockname()[1]
         ours, theirs = socket.socketpair()
-        handed = [theirs.fileno(), *(listener.fileno() for listener in listeners)]
+        handed = [theirs.fileno(), listener.fileno()]
         try:
             self.process = subprocess.Popen(
                 [_python(), "-I", "-S", "-c", _START, _HOME, str(os.getpid()), *map(str, handed)],
@@ -117,8 +95,7 @@ class ServerProcess:
             ours.sendall(U32.pack(len(secret or b"")) + (secret or b""))
         finally:
             theirs.close()
-            for listener in listeners:
-                listener.close()
+            listener.close()
         self.close = weakref.finalize(self, _end, self.process, ours, os.getpid())
 
     def is_alive(self) -> bool:
