@@ -18,7 +18,7 @@ from hpcdist_stores.base import DEFAULT_TIMEOUT, Store, Text, Timeout, as_amount
 from hpcdist_stores.errors import NoAnswerError, barrier_timeout, queue_empty, wait_timeout, wrong_kind
 from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
-from hpcdist_stores.tcp.server.process import ServerProcess, listen, own_address, take_over
+from hpcdist_stores.tcp.server.process import ServerProcess, listen, take_over
 from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
 from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_pairs, pack_string, pack_strings
 
@@ -95,13 +95,12 @@ class TCPStore(Store):
         self._host = host_name
         self._use_libuv = use_libuv
         key = None if secret is None else as_bytes(secret, "secret")
-        self._server = self._serve(port, key, multi_tenant, master_listen_fd) if is_master else None
-        if self._server is None:
+        server = self._server = self._serve(port, key, multi_tenant, master_listen_fd) if is_master else None
+        if server is None:
             self._session = Session(host_name, port, key, self._seconds)
         else:
-            host = own_address(host_name)
             # the owner of a server that has ended need not try for long
-            self._session = Session(host, self._server.port, key, self._seconds, self._server.is_alive)
+            self._session = Session(server.host, server.port, key, self._seconds, server.is_alive)
         self._session.pipelines = use_libuv
         self.where = self._session.where
         if world_size is not None and wait_for_workers:

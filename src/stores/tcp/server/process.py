@@ -34,21 +34,7 @@ _START = (
     "sys.modules['hpcdist_stores'] = package; from hpcdist_stores.tcp.server.loop import main; main(sys.argv[2:])"
 )
 _HOME = str(Path(__file__).resolve().parents[2])
-_LOOPBACKS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # of hosts that mean every interface
-
-
-def _is_name(host: str) -> bool:
-    """Tell whether a host is given by a name of its own: not by an address, nor as "localhost"."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host not in ("", "localhost")
-    return False
-
-
-def own_address(host: str) -> str:
-    """Return where the server's own client connects: loopback for a server that listens on every interface."""
-    return _LOOPBACKS.get("" if _is_name(host) else host, host)
+LOOPBACK = "127.0.0.1"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -59,9 +45,11 @@ def listen(host: str, port: int) -> socket.socket:
     TCPStore listens on every interface too.
     """
     has_both = socket.has_dualstack_ipv6()
-    if _is_name(host):
+    host = {"": "0.0.0.0", "localhost": LOOPBACK}.get(host, host)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
         host = "::" if has_both else "0.0.0.0"
-    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     is_dual = host == "::" and has_both
     return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
@@ -80,7 +68,9 @@ class ServerProcess:
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         if sys.platform != "linux":
             raise DistStoreError(f"a TCPStore's server needs Linux (epoll), and this is {sys.platform}")
-        self.port: int = listener.getsockname()[1]
+        name, port, *_ = listener.getsockname()
+        self.host: str = LOOPBACK if name in ("0.0.0.0", "::") else name  # where its owner's client connects
+        self.port: int = port
         ours, theirs = socket.socketpair()
         handed = [theirs.fileno(), listener.fileno()]
         try:
