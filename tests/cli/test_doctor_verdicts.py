@@ -28,7 +28,6 @@ from hpcdist.cli.doctor import (
 )
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Finding
 from hpcdist.cli.doctor.supervision import supervise
-from hpcdist.core.ranks import listed
 from hpcdist.launch import topology
 from tests import programs
 from tests.ports import free_port
@@ -39,128 +38,143 @@ def levels(findings):
 
 
 def found(findings, text):
+    findings = list(findings)
     matching = [finding for finding in findings if text in finding.text]
     assert matching, f"{text!r} in none of {findings}"
     return matching[0]
 
 
-def of_ranks(look, *changes):
-    """Return what this process sees, once for each rank, changed."""
-    seen = look()
-    return [{**seen, **change} for change in changes]
+def ranks_like(look, *changes):
+    """Return, when it is asked, what this process sees, once for each rank, changed."""
+    return lambda: [{**look(), **change} for change in changes]
 
 
-def test_versions_that_differ_are_a_problem_and_say_where():
-    ranks = of_ranks(installed.look, {}, {"torch": "2.99.0"}, {}, {})
-    problem = found(installed.judge(ranks), "torch differs between ranks")
-    assert problem.level == PROBLEM
-    assert "2.99.0 on rank 1" in problem.text
-    assert "on ranks 0, 2, 3" in problem.text
-    assert problem.remedy
+def cores(cpus, ranks, **more):
+    facts = {"cores": list(range(cpus)), "quota": None, "threads": 1, "launcher_size": None, **more}
+    return ranks_like(placement.look, *[facts] * ranks)
+
+
+def bound(*sets):
+    same = {"quota": None, "threads": 1, "launcher_size": None, "numa": [0]}
+    return ranks_like(placement.look, *({"cores": each, "physical": each, **same} for each in sets))
+
+
+def world(has_btl_ofi, seconds):
+    same = {"world": 2, "thread_level": "MULTIPLE", "ulfm": "works", "gpu_memory": None}
+    return lambda: [{**same, "has_btl_ofi": has_btl_ofi, "start_seconds": seconds}] * 2
+
+
+def memories(changes, ranks=1):
+    return ranks_like(lambda: memory.look(None), *[changes] * ranks)
+
+
+def table_for(processor, **given):
+    return memories({"processor": processor, "thresholds": {"setting": "", "file": "", "error": "", **given}})
+
+
+def node(name, tried, named="10.0.0.1", answered=()):
+    return {"node": name, "interfaces": {"eth0": "10.0.0.1"}, "named": [named], "tried": tried, "answered": answered}
+
+
+def reaching(name, other, *more):
+    return node(name, [(other, "name", other, 0.1), (other, "eth0", "10.0.0.1", 0.1)], *more)
+
+
+def speeds(latency, bandwidth, backend="mpi", wrong=()):
+    times = {speed.SMALL: latency, speed.LARGE: speed.LARGE / bandwidth}
+    return lambda: [{"backend": backend, "wrong": wrong, "all_reduce": times, "pairs": {"between nodes": times}}] * 2
+
+
+def step(library, pmis, default="none"):
+    same = {"srun": "/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True, "mpi": None}
+    return lambda: [{**same, "library": library, "pmis": pmis.split(), "default": default}]
+
+
+def gpus(*changes):
+    same = {"driver": ["H200, 550"], "node": "a", "visible": None, "count": 2, "built_for": "13.0", "computed": "works"}
+    return lambda: [{**same, **change} for change in changes]
+
+
+def started(**facts):
+    launched = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": False, "survives": None, **facts}
+    return lambda: launched
+
+
+EPYC, ARM = "AMD EPYC 9654", "aarch64 0x41 0xd40"
+CRAY = "CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)"
+TOO_LITTLE = {"free": 64 << 20, "locked": None, "tried": "no room", "ranks": 32}
+MIXED = ranks_like(installed.look, {}, {"torch": "2.99.0"}, {}, {})
+SAID = "[vm:1] Error: Unable to get the user home directory\n  mca_base_var_init failed"
+ILL_NAMED = [reaching("a", "b", "127.0.1.1"), reaching("b", "a", "10.0.0.2", ["a"])]
+WELL = [reaching("a", "b", "10.0.0.1", ["b"]), reaching("b", "a", "10.0.0.2", ["a"])]
+APART = [node("a", [("b", "name", "b.example", "timed out")]), node("b", [("a", "ib0", "10.1.0.1", "refused")])]
+
+# the judge and the facts; what one finding says, its level, and what its remedy has
+FINDINGS = [
+    (installed.judge, MIXED, "torch differs between ranks", PROBLEM, "srun"),
+    (installed.judge, MIXED, "on ranks 0, 2, 3; 2.99.0 on rank 1", PROBLEM, ""),
+    (mpi_world.judge, world(True, 1.3), "1.3 s", ADVICE, "OMPI_MCA_btl=^ofi"),
+    (memory.judge, table_for(EPYC), "the built-in table", OK, ""),
+    (memory.judge, table_for(ARM), "not on aarch64 0x41 0xd40", ADVICE, "hpcdist tune"),
+    (memory.judge, table_for(ARM, setting="64K"), "HPCDIST_SHM=64K", NOTE, ""),
+    (memory.judge, table_for(ARM, setting="a.json"), "not on aarch64", ADVICE, "hpcdist tune"),
+    (memory.judge, table_for(EPYC, file="/etc/thresholds.json"), "/etc/thresholds.json", OK, ""),
+    (memory.judge, table_for(EPYC, error="'a.json': not JSON"), "not JSON", PROBLEM, "hpcdist tune"),
+    (memory.judge, memories(TOO_LITTLE, 32), "64 MiB free, but 32 ranks a node need 256 MiB", PROBLEM, "--shm-size"),
+    (placement.judge, cores(2, 3), "3 ranks share 2 cores", ADVICE, "-n 2"),
+    (placement.judge, cores(8, 2, quota=1.5), "2 ranks share 1.5 cores", ADVICE, ""),
+    (placement.judge, cores(8, 4, threads=8), "4 ranks of 8 torch threads", ADVICE, "export OMP_NUM_THREADS=2"),
+    (placement.judge, bound([0, 1], [2, 3]), "has its own cores", OK, ""),
+    (placement.judge, bound([0, 1], [1, 2]), "bindings overlap", ADVICE, ""),
+    (placement.judge, bound([0, 1], [0, 1]), "are not bound", NOTE, "--cpu-bind=cores"),
+    (network.judge, lambda: APART, "1 pairs of nodes do not meet", PROBLEM, ""),
+    (network.judge, lambda: APART, "b does not reach a on ib0", ADVICE, ""),
+    (network.judge, lambda: WELL, "2 directed pairs exchange UDP", OK, ""),
+    (network.judge, lambda: ILL_NAMED, "1 of 2 directed pairs of nodes that meet by TCP exchange no UDP", PROBLEM, ""),
+    (network.judge, lambda: ILL_NAMED, "the name a means the loopback (127.0.1.1)", ADVICE, "GLOO_SOCKET_IFNAME=eth0"),
+    (speed.judge, speeds(60e-6, 10e9), "a message between nodes", ADVICE, ""),
+    (speed.judge, speeds(2e-6, 0.1e9), "MPI uses TCP", ADVICE, ""),
+    (speed.judge, speeds(60e-6, 0.1e9, "gloo"), "gloo's sockets", NOTE, ""),
+    (speed.judge, speeds(2e-6, 10e9, "mpi", ["torch.bfloat16"]), "torch.bfloat16", PROBLEM, ""),
+    (slurm_step.judge, step("Open MPI v5.0.11", "none pmi2"), "Open MPI needs pmix", PROBLEM, ""),
+    (slurm_step.judge, step("MPICH 5.0.2", "none pmi2"), "srun has pmi2, which MPICH needs: srun --mpi=pmi2", OK, ""),
+    (slurm_step.judge, step(CRAY, "cray_shasta none pmi2"), "srun --mpi=cray_shasta", OK, ""),
+    (slurm_step.judge, step(CRAY, "none pmi2"), "srun --mpi=pmi2", OK, ""),
+    (slurm_step.judge, step(CRAY, "cray_shasta none", "cray_shasta"), "no --mpi is needed", OK, ""),
+    (slurm_step.judge, step("Open MPI v5.0.11", "none pmix pmix_v4", "pmix_v4"), "no --mpi is needed", OK, ""),
+    (slurm_step.judge, step("Open MPI v5.0.11", "none pmi2 pmix", "pmi2"), "srun --mpi=pmix", OK, ""),
+    (devices.judge, gpus(*[{"index": 0, "uuid": "u0"}] * 2), "ranks 0, 1 share one GPU", ADVICE, ""),
+    (devices.judge, gpus({"index": 0, "uuid": "u0", "computed": "CUDA error: ECC"}), "CUDA error: ECC", PROBLEM, ""),
+    (devices.judge, gpus({"count": 0, "visible": "", "index": None, "computed": None}), "torch sees none", PROBLEM, ""),
+    (mpi_library.judge_launcher, started(said=SAID), "HOME is not set", PROBLEM, "export HOME=~"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("judge", "facts", "text", "level", "remedy"), FINDINGS)
+def test_a_finding(judge, facts, text, level, remedy):
+    finding = found(judge(facts()), text)
+    assert (finding.level, remedy in finding.remedy) == (level, True)
+    assert bool(finding.remedy) == (bool(remedy) or level in (ADVICE, PROBLEM))
 
 
 @pytest.mark.parametrize(
-    ("has_btl_ofi", "seconds", "is_named"), [(True, 1.3, True), (True, 0.4, False), (False, 1.3, False)]
-)
-def test_the_second_that_open_mpi_sleeps_is_advice(has_btl_ofi, seconds, is_named):
-    world = {"world": 2, "thread_level": "MULTIPLE", "ulfm": "works", "large_counts": True, "gpu_memory": None}
-    facts = [{**world, "has_btl_ofi": has_btl_ofi, "start_seconds": seconds}] * 2
-    advice = [each for each in mpi_world.judge(facts) if each.level == ADVICE]
-    assert [("1.3 s" in each.text, "OMPI_MCA_btl=^ofi" in each.remedy) for each in advice] == [(True, True)] * is_named
-
-
-@pytest.mark.parametrize(
-    ("processor", "found", "level", "text"),
+    ("judge", "facts"),
     [
-        ("AMD EPYC 9654", {}, OK, "the built-in table"),
-        ("aarch64 0x41 0xd40", {}, ADVICE, "not on aarch64 0x41 0xd40"),
-        ("aarch64 0x41 0xd40", {"setting": "64K"}, NOTE, "HPCDIST_SHM=64K"),
-        ("aarch64 0x41 0xd40", {"setting": "a.json"}, ADVICE, "not on aarch64"),
-        ("AMD EPYC 9654", {"file": "/etc/hpcdist/thresholds.json"}, OK, "/etc/hpcdist/thresholds.json"),
-        ("AMD EPYC 9654", {"error": "thresholds in 'a.json': not JSON"}, PROBLEM, "not JSON"),
+        (mpi_world.judge, world(True, 0.4)),
+        (mpi_world.judge, world(False, 1.3)),
+        (network.judge, lambda: WELL),
+        (speed.judge, speeds(2e-6, 10e9)),
+        (slurm_step.judge, step("MPICH 5.0.2", "none pmi2")),
+        (devices.judge, gpus(*({"index": i, "uuid": f"u{i}"} for i in range(2)))),
     ],
 )
-def test_a_processor_that_was_not_measured_is_named(processor, found, level, text):
-    facts = {"processor": processor, "thresholds": {"setting": "", "file": "", "error": "", **found}}
-    finding = memory.judge_thresholds(facts, 1)
-    assert finding.level == level
-    assert text in finding.text
-    assert ("hpcdist tune" in finding.remedy) == (level in (ADVICE, PROBLEM))
-
-
-def test_more_ranks_than_cores_is_advice():
-    cores = {"cores": [0, 1], "quota": None, "threads": 1, "launcher_size": None}
-    ranks = of_ranks(placement.look, *[cores] * 3)
-    advice = found(placement.judge(ranks), "3 ranks share 2 cores")
-    assert advice.level == ADVICE
-    assert "-n 2" in advice.remedy
-
-
-def test_a_quota_of_the_control_group_counts_as_cores():
-    cores = {"cores": list(range(8)), "quota": 1.5, "threads": 1, "launcher_size": None}
-    ranks = of_ranks(placement.look, *[cores] * 2)
-    assert found(placement.judge(ranks), "2 ranks share 1.5 cores").level == ADVICE
-
-
-def test_bound_ranks_are_well_and_overlapping_ones_are_not():
-    def bound(*sets):
-        same = {"quota": None, "threads": 1, "launcher_size": None, "numa": [0]}
-        changes = [{"cores": list(s), "physical": list(s), **same} for s in sets]
-        return placement.judge(of_ranks(placement.look, *changes))
-
-    assert found(bound([0, 1], [2, 3]), "has its own cores").level == OK
-    assert found(bound([0, 1], [1, 2]), "bindings overlap").level == ADVICE
-    assert found(bound([0, 1], [0, 1]), "are not bound").level == NOTE
-
-
-def test_threads_beyond_the_cores_name_the_number_that_fits():
-    cores = {"cores": list(range(8)), "quota": None, "threads": 8, "launcher_size": None}
-    advice = found(placement.judge(of_ranks(placement.look, *[cores] * 4)), "4 ranks of 8 torch threads")
-    assert advice.remedy == "export OMP_NUM_THREADS=2"
+def test_what_is_well_has_no_advice(judge, facts):
+    assert levels(judge(facts())) <= {OK, NOTE}
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("0-3,8", {0, 1, 2, 3, 8}), ("5\n", {5}), ("", set())])
 def test_lists_of_cpus(text, numbers):
     assert topology.cpus(text) == numbers
-
-
-def test_too_little_shared_memory_is_a_problem():
-    changes = {"free": 64 << 20, "limit": None, "locked": None, "tried": "no room", "ranks": 32}
-    ranks = of_ranks(lambda: memory.look(None), *[changes] * 32)
-    problem = found(memory.judge(ranks), "/dev/shm has 64 MiB free, but 32 ranks a node need 256 MiB")
-    assert problem.level == PROBLEM
-    assert "--shm-size" in problem.remedy
-
-
-def test_nodes_that_do_not_meet():
-    alone = {"interfaces": {"eth0": "10.0.0.1"}, "named": ["10.0.0.1"], "answered": []}
-    ranks = [
-        {**alone, "node": "a", "tried": [("b", "name", "b.example", "timed out")]},
-        {**alone, "node": "b", "tried": [("a", "ib0", "10.1.0.1", "refused")]},
-    ]
-    findings = list(network.judge(ranks))
-    assert found(findings, "1 pairs of nodes do not meet").level == PROBLEM
-    assert found(findings, "b does not reach a on ib0").level == ADVICE
-
-
-def test_nodes_that_exchange_no_datagrams_and_names_that_mean_the_loopback():
-    def rank(node, other, named, *answered):
-        return {
-            "node": node,
-            "interfaces": {"eth0": "10.0.0.1"},
-            "named": [named],
-            "tried": [(other, "name", other, 0.1), (other, "eth0", "10.0.0.1", 0.1)],
-            "answered": answered,
-        }
-
-    well = list(network.judge([rank("a", "b", "10.0.0.1", "b"), rank("b", "a", "10.0.0.2", "a")]))
-    assert levels(well) == {OK, NOTE}
-    assert found(well, "2 directed pairs exchange UDP")
-    ill = list(network.judge([rank("a", "b", "127.0.1.1"), rank("b", "a", "10.0.0.2", "a")]))
-    assert found(ill, "1 of 2 directed pairs of nodes that meet by TCP exchange no UDP").level == PROBLEM
-    named = found(ill, "the name a means the loopback (127.0.1.1)")
-    assert named.level == ADVICE
-    assert "GLOO_SOCKET_IFNAME=eth0" in named.remedy
 
 
 def test_a_connection_is_made_refused_and_answered_by_somebody_else():
@@ -170,33 +184,12 @@ def test_a_connection_is_made_refused_and_answered_by_somebody_else():
     assert "refused" in str(network.connect("127.0.0.1", free_port(), b"word"))
 
 
-def speeds(latency, bandwidth, backend="mpi"):
-    times = {speed.SMALL: latency, speed.LARGE: speed.LARGE / bandwidth}
-    facts = {"backend": backend, "wrong": [], "all_reduce": times, "pairs": {"between nodes": times}}
-    return speed.judge([facts] * 2)
-
-
-def test_slow_messages_get_advice_fast_ones_none():
-    assert levels(speeds(2e-6, 10e9)) == {OK}
-    assert found(speeds(60e-6, 10e9), "a message between nodes").level == ADVICE
-    assert found(speeds(2e-6, 0.1e9), "MPI uses TCP").level == ADVICE
-    assert found(speeds(60e-6, 0.1e9, "gloo"), "gloo's sockets").level == NOTE
-
-
-def test_wrong_sums_are_a_problem():
-    facts = {"backend": "mpi", "wrong": ["torch.bfloat16"], "all_reduce": {}, "pairs": {}}
-    assert found(speed.judge([facts]), "torch.bfloat16").level == PROBLEM
-
-
 def test_what_it_starts_has_the_users_settings_and_nothing_of_a_launcher(monkeypatch):
     settings = {"PMIX_MCA_gds", "MPIR_CVAR_CH4_NETMOD", "PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_btl"}
     left = {"PMIX_RANK", "PRTE_LAUNCHED", "PMI_RANK", "OMPI_COMM_WORLD_RANK"}
     for name in settings | left:
         monkeypatch.setenv(name, "1")
     assert mpi_library.mpi_free_environment().keys() & (settings | left) == settings
-
-
-IN_STEP = {"srun": "/usr/bin/srun", "job": "7", "step": "0", "nodes": "n1", "tasks": "4", "answers": True, "mpi": None}
 
 
 def test_the_ranks_of_an_allocation_have_the_cpus_that_the_jobs_have(tmp_path, monkeypatch):
@@ -215,69 +208,33 @@ def test_the_ranks_of_an_allocation_have_the_cpus_that_the_jobs_have(tmp_path, m
     assert slurm_step.whole_allocation()[1:] == ["--overlap", *whole[1:]]  # those of the step, not of the job
 
 
-def test_srun_without_the_pmi_that_the_mpi_needs():
-    ranks = [{**IN_STEP, "pmis": ["none", "pmi2"], "default": "none", "library": "Open MPI v5.0.11"}]
-    assert found(slurm_step.judge(ranks), "Open MPI needs pmix").level == PROBLEM
-    ranks[0]["library"] = "MPICH 5.0.2"
-    assert PROBLEM not in levels(slurm_step.judge(ranks))
-    assert found(slurm_step.judge(ranks), "srun has pmi2, which MPICH needs: srun --mpi=pmi2").level == OK
-
-
-@pytest.mark.parametrize(
-    ("library", "pmis", "default", "said"),
-    [
-        (
-            "CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)",
-            ["cray_shasta", "none", "pmi2"],
-            "none",
-            "srun --mpi=cray_shasta",
-        ),
-        ("CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)", ["none", "pmi2"], "none", "srun --mpi=pmi2"),
-        ("CRAY MPICH version 8.1.29.15 (ANL base 3.4a2)", ["cray_shasta", "none"], "cray_shasta", "no --mpi is needed"),
-        ("Open MPI v5.0.11", ["none", "pmix", "pmix_v4"], "pmix_v4", "no --mpi is needed"),
-        ("Open MPI v5.0.11", ["none", "pmi2", "pmix"], "pmi2", "srun --mpi=pmix"),
-    ],
-)
-def test_the_right_mpi_option_is_named(library, pmis, default, said):
-    facts = {**IN_STEP, "pmis": pmis, "default": default, "library": library}
-    assert found(slurm_step.judge([facts]), said).level == OK
-
-
-def test_gpus():
-    gpu = {"driver": ["H200, 550"], "node": "a", "visible": None, "count": 2, "built_for": "13.0", "computed": "works"}
-    own = [{**gpu, "index": i, "uuid": f"u{i}"} for i in range(2)]
-    assert levels(devices.judge(own)) == {OK}
-    shared = [{**gpu, "index": 0, "uuid": "u0"}] * 2
-    assert found(devices.judge(shared), "ranks 0, 1 share one GPU").level == ADVICE
-    broken = [{**gpu, "index": 0, "uuid": "u0", "computed": "CUDA error: ECC"}]
-    assert found(devices.judge(broken), "CUDA error: ECC").level == PROBLEM
-    hidden = [{**gpu, "count": 0, "visible": "", "index": None, "computed": None}]
-    assert found(devices.judge(hidden), "torch sees none").level == PROBLEM
-
-
 # -- what ends the process -----------------------------------------------------------------------------------
 
 
-def test_a_check_that_ends_the_process_is_named():
-    def work(tell):
-        tell("starting MPI")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    said = []
-    assert supervise(work, 30, said.append) == 1
-    assert said == ["starting MPI ended the process with signal 9"]
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.timed
-def test_a_check_that_never_ends_is_killed():
+@pytest.mark.parametrize(
+    ("check", "status", "said"),
+    [
+        (lambda: 0, 0, []),
+        (lambda: 1, 1, []),
+        (killed, 1, ["memory ended the process with signal 9"]),
+        (lambda: os._exit(0), 1, ["memory ended the process with status 0"]),
+        (lambda: time.sleep(60), 1, ["memory did not finish within 0.5 s"]),
+    ],
+)
+def test_checks_that_end_well_or_in_their_midst_or_never(check, status, said):
     def work(tell):
         tell("memory")
-        time.sleep(60)
+        return check()
 
-    start, said = time.monotonic(), []
-    assert supervise(work, 0.5, said.append) == 1
+    start, reports = time.monotonic(), []
+    assert supervise(work, 0.5 if "within" in str(said) else 30, reports.append) == status
     assert time.monotonic() - start < 10
-    assert said == ["memory did not finish within 0.5 s"]
+    assert reports == said
 
 
 @pytest.mark.parametrize("is_everyone", [True, False])
@@ -320,18 +277,6 @@ watch(work, 0.5, print)
     assert (done.returncode, done.stdout) == (1, "memory did not finish within 0.5 s\n")
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_checks_that_end_return_their_status(status):
-    said = []
-    assert supervise(lambda tell: status, 30, said.append) == status
-    assert said == []
-
-
-def test_texts():
-    assert listed([3]) == "rank 3"
-    assert listed([0, 1, 2, 9]) == "ranks 0 to 2, 9"
-
-
 def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -350,12 +295,6 @@ def test_what_killed_mpiruns_left_is_advice(tmp_path, monkeypatch):
     advice = found(findings, "left 1 session folder;")
     assert advice.level == ADVICE
     assert advice.remedy == f"rm -r {tmp_path / f'ompi.{ended.pid}'}"
-
-
-def test_an_mpirun_without_a_home_is_told_what_it_lacks():
-    said = "[vm:1] Error: Unable to get the user home directory\n  mca_base_var_init failed"
-    facts = {"library": "Open MPI 5.0.11", "mpirun": "/bin/mpirun", "started": False, "said": said}
-    assert found(mpi_library.judge_launcher(facts), "HOME is not set").remedy == "export HOME=~"
 
 
 @pytest.mark.skipif(not programs.HAS_ULFM, reason="other MPIs have no such folder")
@@ -386,27 +325,6 @@ def test_each_dtype_holds_the_sums_of_any_number_of_ranks(dtype, size):
     total = sum(speed.addends(rank, size).to(dtype) for rank in range(size))
     assert torch.equal(total, speed.expected_sums(size).to(dtype))
     assert (total != speed.addends(0, size).to(dtype)).any() or size == 1
-
-
-def test_memory_limits_are_those_of_the_jobs_control_group(tmp_path):
-    """And of those around it; the root group has none, or the machine's."""
-    groups = {
-        "memory.max": "max",
-        "slurm/memory.max": "9000",
-        "slurm/job_7/memory.max": "4000",
-        "other/memory.max": "1",
-    }
-    for name, text in groups.items():
-        file = tmp_path / "fs/cgroup" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-    assert memory.memory_limit(tmp_path, "0::/slurm/job_7\n") == 4000
-    assert memory.memory_limit(tmp_path, "0::/slurm\n") == 9000
-    assert memory.memory_limit(tmp_path, "0::/\n") is None
-    first_version = tmp_path / "fs/cgroup/memory/job_8/memory.limit_in_bytes"
-    first_version.parent.mkdir(parents=True)
-    first_version.write_text("5000\n")
-    assert memory.memory_limit(tmp_path, "4:cpu:/\n5:memory:/job_8\n0::/slurm\n") == 5000
 
 
 def test_a_page_that_cannot_be_written_is_said_and_not_well(tmp_path, capsys):

@@ -138,19 +138,19 @@ def siblings(cpu: int, root: Path = SYS) -> set[int]:
 
 def allowed(root: Path, groups: str | None) -> set[int]:
     """Return the CPUs of the control group (version 2) of this process, empty if none limits them."""
-    sets = (cpus(text(each / "cpuset.cpus.effective")) for each in control_groups("", root, groups))
+    sets = (cpus(text(each / "cpuset.cpus.effective")) for each in control_groups(root, groups))
     return next(filter(None, sets), set())
 
 
-def control_groups(controller: str, root: Path = SYS, groups: str | None = None) -> list[Path]:
-    """Return the folders of this process's control group and of those around it, of which each may set a limit.
+def control_groups(root: Path = SYS, groups: str | None = None) -> list[Path]:
+    """Return the folders of this process's control group (version 2) and of those around it: each may set a limit.
 
-    The controller is a part of version 1, such as ``memory``, or empty for version 2; the others are as in ``read``.
+    The parameters are those of ``read``.
     """
     given = text(Path("/proc/self/cgroup")) if groups is None else groups
     lines = (line.split(":", 2) for line in given.splitlines() if line.count(":") >= 2)
-    own = next((path for _, names, path in lines if controller in names.split(",")), "/")
-    top = root / "fs/cgroup" / controller
+    own = next((path for _, names, path in lines if not names), "/")
+    top = root / "fs/cgroup"
     folder = top / own.lstrip("/")
     return [folder, *(each for each in folder.parents if each.is_relative_to(top))]
 

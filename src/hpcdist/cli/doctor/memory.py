@@ -17,7 +17,6 @@ from hpcdist.core.ranks import plural
 from hpcdist.launch import environment, topology
 
 TITLE = "Memory shared within a node"
-UNLIMITED = 1 << 62  # about what version 1 of control groups says if there is no limit
 NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
 
 
@@ -26,7 +25,6 @@ def look(comm: Any) -> Facts:
     setting, file, error = ("", "", str(found)) if isinstance(found, ValueError) else (*found[:2], "")
     facts: Facts = {
         "free": memory_file.free(),
-        "limit": memory_limit(),
         "locked": locked_limit(),
         "processor": topology.processor(),
         "thresholds": {"setting": setting, "file": file, "error": error},  # what says from which size on it is used
@@ -57,14 +55,6 @@ def share(node: Any) -> str:
     return "works" if bool((after == (rank + 1) % size % 251).all()) else "wrong values"
 
 
-def memory_limit(root: Path = topology.SYS, groups: str | None = None) -> int | None:
-    """Return how many bytes the job's control group, or one around it, allows, or None."""
-    files = [each / "memory.max" for each in topology.control_groups("", root, groups)]
-    files += [each / "memory.limit_in_bytes" for each in topology.control_groups("memory", root, groups)]
-    found = [int(said) for each in files if (said := topology.text(each).strip()).isdigit()]
-    return min((each for each in found if each < UNLIMITED), default=None)
-
-
 def locked_limit() -> int | None:
     """Return how many bytes may be locked if there is an InfiniBand adapter and a limit, else None."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -91,8 +81,6 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     if not failed and "works" in tried:
         yield Finding(OK, f"{plural(most, 'rank')} a node wrote and read {sized(NEED)} of shared memory each")
     yield judge_thresholds(seen[0], most)
-    if limits := [facts["limit"] for facts in seen if facts["limit"] is not None]:
-        yield Finding(NOTE, f"the control group limits a node's processes to {sized(min(limits))} of memory")
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
         text = f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited"
         yield Finding(ADVICE, text, "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")

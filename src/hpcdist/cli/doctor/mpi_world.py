@@ -1,4 +1,4 @@
-"""Abilities of the MPI world, each tried on a communicator: threads, lost ranks, large counts, GPU memory."""
+"""Abilities of the MPI world, each tried on a communicator: threads, lost ranks, GPU memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def look(comm: Any) -> Facts:
         "world": comm.Get_size(),
         "thread_level": levels.get(MPI.Query_thread(), "MULTIPLE"),
         "ulfm": look_at_revocation(comm),
-        "large_counts": look_at_large_counts(MPI),
         "gpu_memory": cuda.is_aware() if tries_gpu else None,
         "start_seconds": next(iter(runtime.START_SECONDS), 0.0),
         "has_btl_ofi": open_mpi.is_used(MPI),
@@ -57,19 +56,6 @@ def look_at_revocation(comm: Any) -> str:
     return "works" if size == comm.Get_size() else f"shrink lost ranks: {size} of {comm.Get_size()}"
 
 
-def look_at_large_counts(MPI: Any) -> bool:
-    """Send more than 2^31 elements of a type without size to oneself."""
-    nothing = MPI.BYTE.Create_contiguous(0).Commit()
-    message = [bytearray(1), 2**31 + 8, nothing]
-    try:
-        MPI.COMM_SELF.Sendrecv(message, 0, 0, message, 0, 0)
-    except (MPI.Exception, OverflowError, NotImplementedError):
-        return False
-    finally:
-        nothing.Free()
-    return True
-
-
 def judge(seen: list[Facts]) -> Iterator[Finding]:
     first = seen[0]
     if first["world"] is None:
@@ -85,10 +71,6 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     else:
         yield Finding(OK, "thread level MPI_THREAD_MULTIPLE: async_op=True makes progress in the background")
     yield ULFM.get(first["ulfm"]) or Finding(PROBLEM, f"ULFM: {first['ulfm']}")
-    if first["large_counts"]:
-        yield Finding(OK, "MPI takes counts above 2^31 - 1")
-    else:
-        yield Finding(OK, "MPI counts in C ints; hpcdist describes larger tensors by derived datatypes")
     if first["has_btl_ofi"] and first["start_seconds"] >= open_mpi.SLEEP_SECONDS:
         yield Finding(
             ADVICE,

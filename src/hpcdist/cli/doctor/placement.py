@@ -68,7 +68,7 @@ def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None]
 
 def cpu_quota() -> float | None:
     """Return how many cores the job's control group, or one around it, allows, or None if none sets a limit."""
-    said = [topology.text(each / "cpu.max").split() for each in topology.control_groups("")]
+    said = [topology.text(each / "cpu.max").split() for each in topology.control_groups()]
     return min((int(each[0]) / int(each[1]) for each in said if len(each) == 2 and each[0] != "max"), default=None)
 
 

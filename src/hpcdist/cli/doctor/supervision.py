@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -38,13 +37,11 @@ def supervise(work: Callable[[Step], int], seconds: float, report: Callable[[str
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each of the two processes can handle it
     checks.start()
     writer.close()
-    step = "start"
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        with suppress(EOFError):
-            while steps.poll(seconds):
-                step = steps.recv()
-            report(late(step, seconds))
+        step, is_late = follow(steps, seconds)
+        if is_late:
+            report(step)
             return 1
         checks.join()
     except KeyboardInterrupt:  # a terminal sends it to the checks too, `kill -INT` does not
@@ -61,29 +58,30 @@ def supervise(work: Callable[[Step], int], seconds: float, report: Callable[[str
 
 def watch(work: Callable[[Step], int], seconds: float, report: Callable[[str], None]) -> int:
     """Run the checks in this process, and return their status; past the time limit of a step, report and end it."""
-    step, deadline = "start", time.monotonic() + seconds
-    ended = threading.Event()
-
-    def tell(name: str) -> None:
-        nonlocal step, deadline
-        step, deadline = name, time.monotonic() + seconds
+    steps, writer = FORK.Pipe(duplex=False)
 
     def look_at_the_clock() -> None:
-        while not ended.wait(0.1):
-            if time.monotonic() > deadline:
-                report(late(step, seconds))
-                sys.stdout.flush()
-                os._exit(1)
+        step, is_late = follow(steps, seconds)
+        if is_late:
+            report(step)
+            sys.stdout.flush()
+            os._exit(1)
 
     threading.Thread(target=look_at_the_clock, daemon=True).start()
     try:
-        return work(tell)
+        return work(writer.send)
     finally:
-        ended.set()
+        writer.close()
 
 
-def late(step: str, seconds: float) -> str:
-    return f"{step} did not finish within {seconds:g} s"
+def follow(steps: Connection, seconds: float) -> tuple[str, bool]:
+    """Return the last step of checks that have ended; or what to report of one that takes longer, and True."""
+    step = "start"
+    with suppress(EOFError):
+        while steps.poll(seconds):
+            step = steps.recv()
+        return f"{step} did not finish within {seconds:g} s", True
+    return step, False
 
 
 def run(work: Callable[[Step], int], steps: Connection) -> None:
