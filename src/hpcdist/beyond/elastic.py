@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from traceback import format_exception
 from types import TracebackType
 from typing import Any
@@ -48,21 +48,6 @@ FORM_LEAST = 300.0  # seconds that a new default group may take, as the first on
 LOOK_SECONDS = 0.005  # between two looks of a spare at whether it is called
 
 
-class Step:
-    """One step of a job, to be made inside ``with``, which gives its number."""
-
-    def __init__(self, job: ElasticJob, number: int) -> None:
-        self._job, self._number = job, number
-        self.was_entered = False
-
-    def __enter__(self) -> int:
-        self.was_entered = True
-        return self._number
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        return self._job._end_step(error)
-
-
 class ElasticJob:
     """A job that goes on when ranks die; ``elastic`` makes it.
 
@@ -91,7 +76,7 @@ class ElasticJob:
         self._has_ended = self._is_shown = False
         self._error: BaseException | None = None  # of the step or the meeting under way
         self._done = self._every = 0
-        self._stops = False
+        self._stops = self._has_entered = False  # the last step
 
     # -- what a program calls --------------------------------------------------------------------------
 
@@ -141,7 +126,7 @@ class ElasticJob:
         start: int = 0,
         setup: Callable[[], object] | None = None,
         snapshot_every: int = 1,
-    ) -> Iterator[Step]:
+    ) -> Iterator[AbstractContextManager[int]]:
         """Yield the steps of the job, each to be made inside ``with``; every process calls this, a spare too.
 
         A spare waits here until it takes the place of a rank that has died, or the job ends. Between the start of the
@@ -181,9 +166,9 @@ class ElasticJob:
             elif self._stops or self._done >= stop:
                 goes_on = self._come(Status.FINISHED)
             else:
-                step = Step(self, self._done)
-                yield step
-                if not step.was_entered:
+                self._has_entered = False
+                yield self._step()
+                if not self._has_entered:
                     raise RuntimeError("a step of an elastic job is made inside `with`: for step in …: with step as n:")
 
     def stop(self) -> None:
@@ -210,21 +195,21 @@ class ElasticJob:
 
     # -- steps -----------------------------------------------------------------------------------------
 
-    def _end_step(self, error: BaseException | None) -> bool:
-        """Take note of how a step has ended; True takes its error in."""
-        if error is None:
-            self._done += 1
-            if self.survives and (self._done - self._snapshot.step) % self._every == 0:
-                self._snapshot.take(self._done)
-            return False
-        # an error that has gone through torch's C++ is a RuntimeError
-        if not self.survives or not isinstance(error, RuntimeError):
-            return False
-        if not isinstance(error, DistBackendError) and not is_hit():
-            return False
-        self._error = error.with_traceback(None)
-        LOG.info("step %d failed: %s", self._done, error)
-        return True
+    @contextmanager
+    def _step(self) -> Iterator[int]:
+        """Give a step's number, take errors of lost ranks in, and the state of a step that has ended well."""
+        self._has_entered = True
+        try:
+            yield self._done
+        except RuntimeError as error:  # one of ours that has gone through torch's C++ is no more than that
+            if not self.survives or not (isinstance(error, DistBackendError) or is_hit()):
+                raise
+            self._error = error.with_traceback(None)
+            LOG.info("step %d failed: %s", self._done, error)
+            return
+        self._done += 1
+        if self.survives and (self._done - self._snapshot.step) % self._every == 0:
+            self._snapshot.take(self._done)
 
     # -- meetings --------------------------------------------------------------------------------------
 

@@ -129,20 +129,12 @@ def parts(figures: list[Figure]) -> list[str]:
 
 
 def table(figures: list[Figure]) -> str:
-    """Return the table beside a plot: a row for each size; last, what hpcdist takes of each other side's time."""
-    sides = list(dict.fromkeys(figure.side for figure in figures))
-    rivals = [side for side in sides if side != report.OURS] if report.OURS in sides else []
-    rows = []
-    for (_, _, nbytes), found in report.by_call(figures).items():
-        ours = found.get(report.OURS)
-        ratios = [f"{ours.median / found[side].median:.3g}" if ours and side in found else "" for side in rivals]
-        rows.append([sized(nbytes) if nbytes else "", *(cell(found.get(side)) for side in sides), *ratios])
-    return web_page.table(["size", *sides, *(f"of {side}" for side in rivals)], rows)
+    """Return the table beside a plot, whose rows are one call's."""
+    sides, rivals, rows = report.compared(figures, cell, ".3g")
+    return web_page.table(["size", *sides, *(f"of {side}" for side in rivals)], (row[2:] for row in rows))
 
 
-def cell(figure: Figure | None) -> str:
-    if figure is None:
-        return ""
+def cell(figure: Figure) -> str:
     unit = unit_of(figure.median / 1e6)[0] * 1e6
     return f"{timed(figure.median / 1e6)}<br><small>{figure.low / unit:.3g}–{figure.high / unit:.3g}</small>"
 

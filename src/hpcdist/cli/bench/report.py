@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,26 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "cpu": processor(), **found}
 
 
-def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
+def compared(
+    figures: list[Figure], cell: Callable[[Figure], str], digits: str
+) -> tuple[list[str], list[str], list[list[str]]]:
+    """Return figures as a table: the sides, those that hpcdist is compared with, and a row for each call.
+
+    A row has the call's name, dtype and size, a cell for each side, and hpcdist's time over each rival's, as a number
+    with so many ``digits``.
+    """
     calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
     for figure in figures:
         calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
-    return calls
+    sides = list(dict.fromkeys(figure.side for figure in figures))
+    rivals = [side for side in sides if side != OURS and OURS in sides]
+    rows = []
+    for (what, dtype, nbytes), found in calls.items():
+        cells = [cell(found[side]) if side in found else "" for side in sides]
+        pairs = ((found.get(OURS), found.get(rival)) for rival in rivals)
+        ratios = [format(ours.median / other.median, digits) if ours and other else "" for ours, other in pairs]
+        rows.append([what, dtype, sized(nbytes) if nbytes else "", *cells, *ratios])
+    return sides, rivals, rows
 
 
 def cell(figure: Figure) -> str:
@@ -53,10 +69,7 @@ def cell(figure: Figure) -> str:
 
 
 def table(bench: Bench) -> Table:
-    """Make the printed table: a row for each call, a column for each side and for what hpcdist takes of its time."""
-    calls = by_call(bench.figures)
-    sides = list(dict.fromkeys(side for found in calls.values() for side in found))
-    rivals = [side for side in sides if side != OURS]
+    sides, rivals, rows = compared(bench.figures, cell, ".2f")
     nodes, sent = (
         ("", "") if bench.wire.nodes == 1 else (f"{bench.wire.nodes} nodes, ", "; what the node sent that sent most")
     )
@@ -64,11 +77,8 @@ def table(bench: Bench) -> Table:
     made = Table("what", "dtype", "size", title=title)
     for side in (*sides, *(f"{OURS} /\n{rival}" for rival in rivals)):
         made.add_column(side, justify="right")
-    for (what, dtype, nbytes), found in calls.items():
-        cells = [cell(found[side]) if side in found else "" for side in sides]
-        ours = found.get(OURS)
-        ratios = (f"{ours.median / found[rival].median:.2f}" if ours and rival in found else "" for rival in rivals)
-        made.add_row(what, dtype, sized(nbytes) if nbytes else "", *cells, *ratios)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
