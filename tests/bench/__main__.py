@@ -9,7 +9,7 @@ import sys
 
 from hpcdist.cli import bench
 
-SUBJECTS = ("latency", "arrays", "objects", "varied", "halo", "groups", "overlap", "init", "reproducible")
+SUBJECTS = ("latency", "arrays", "objects", "varied", "halo", "groups", "overlap", "reproducible")
 
 if __name__ == "__main__":
     bench.SUBJECTS |= {name: f"tests.bench.{name}" for name in SUBJECTS}

@@ -1,4 +1,4 @@
-"""Subject ``groups``: time to create and destroy subgroups."""
+"""Subject ``groups``: time to create and destroy groups, of all ranks and of some."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def compare(bench: Bench, group_size: int) -> dict[str, float]:
 
 
 def measure(bench: Bench) -> None:
-    """Time subgroups of every size that divides the world."""
+    """Time a group of all ranks, and subgroups of every size that divides the world."""
+    whole = {"hpcdist": lambda: dist.destroy_process_group(dist.new_group()), "mpi4py": lambda: bench.comm.Dup().Free()}
+    bench.compare("new_group of all, destroyed", "", 0, whole)
     for group_size in range(1, bench.size + 1):
         if bench.size % group_size == 0:
             compare(bench, group_size)

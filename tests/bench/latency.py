@@ -6,7 +6,8 @@ by itself, on its "fake" group, which sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,124 +25,79 @@ PREPARED = 200  # calls after which a group has prepared for their repetition
 
 
 def measure(bench: Bench) -> None:
-    """Time each way to make a small call."""
-    group = private_names.fake_group()
+    """Time each way to make a small call, once it is prepared for its repetition."""
+    fake = private_names.fake_group()
     for nbytes in bench.options.sizes or [NBYTES]:
-        all_reduces(bench, nbytes)
-        by_torch(bench, nbytes, group)
-        messages(bench, nbytes)
+        for what, sides in rows(bench, nbytes // 4, fake).items():
+            operations = SEVERAL if what.startswith(f"{SEVERAL} ") else 1
+            for call in sides.values():
+                for _ in range(PREPARED // operations):
+                    call()
+            bench.compare(what, "float32", nbytes, sides, operations)
 
 
-def all_reduces(bench: Bench, nbytes: int) -> None:
-    """Time all_reduce by our own function."""
-    tensor, send = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4).numpy()
-    tensors = [torch.zeros(nbytes // 4) for _ in range(SEVERAL)]
-    received = [torch.zeros(nbytes // 4).numpy() for _ in range(SEVERAL)]
-    comm, gloo, wait_all = bench.comm, bench.gloo, runtime.load().Request.Waitall
-
-    def synchronous() -> None:
-        dist.all_reduce(tensor)
-
-    def asynchronous() -> None:
-        wait(dist.all_reduce(tensor, async_op=True))
-
-    def several() -> None:
-        for work in [dist.all_reduce(each, async_op=True) for each in tensors]:
-            wait(work)
-
-    def several_synchronous() -> None:
-        for each in tensors:
-            dist.all_reduce(each)
-
-    def raw() -> None:
-        comm.Allreduce(send, received[0])
-
-    def raw_asynchronous() -> None:
-        comm.Iallreduce(send, received[0]).Wait()
-
-    def raw_several() -> None:
-        wait_all([comm.Iallreduce(send, each) for each in received])
-
-    compare(bench, "all_reduce", nbytes, {"hpcdist": synchronous, "mpi4py": raw})
-    compare(
-        bench,
-        "all_reduce, async_op and wait",
-        nbytes,
-        {
-            "hpcdist": asynchronous,
-            "synchronous": synchronous,
-            "mpi4py": raw_asynchronous,
-            "gloo": lambda: gloo.allreduce([tensor]).wait(),
-        },
-    )
-    compare(
-        bench,
-        f"{SEVERAL} with async_op, then {SEVERAL} waits",
-        nbytes,
-        {"hpcdist": several, "synchronous": several_synchronous, "mpi4py": raw_several},
-        SEVERAL,
-    )
-
-
-def by_torch(bench: Bench, nbytes: int, fake: Any) -> None:
-    """Time all_reduce by torch's functions, on our group and on one that sends nothing."""
-    tensor = torch.zeros(nbytes // 4)
-    ours = torch.distributed.group.WORLD
-
-    def synchronous() -> None:
-        dist.all_reduce(tensor)
-
-    doors: dict[str, Callable[[Any], Any]] = {
-        "torch.distributed": lambda group: torch.distributed.all_reduce(tensor, group=group),
-        "torch.distributed, async_op and wait": lambda group: wait(
-            torch.distributed.all_reduce(tensor, group=group, async_op=True)
-        ),
-        "functional collectives": lambda group: functional.wait_tensor(functional.all_reduce(tensor, "sum", group)),
-    }
-    for name, call in doors.items():
-        sides = {"hpcdist": lambda: call(ours), "synchronous": synchronous, "torch's part": lambda: call(fake)}  # noqa: B023
-        compare(bench, f"all_reduce of {name}", nbytes, sides)
-
-
-def messages(bench: Bench, nbytes: int) -> None:
-    """Time a message to the next rank and one from the rank before, begun together."""
-    outgoing, incoming = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
-    send, recv = outgoing.numpy(), incoming.numpy()
+def rows(bench: Bench, count: int, fake: Any) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return each row's calls by their sides, of tensors of ``count`` elements."""
+    comm, wait_all, ours = bench.comm, runtime.load().Request.Waitall, torch.distributed.group.WORLD
+    one, other, *several = (torch.zeros(count) for _ in range(2 + SEVERAL))
+    a, b, *arrays = (tensor.numpy() for tensor in (one, other, *several))
     after, before = (bench.rank + 1) % bench.size, (bench.rank - 1) % bench.size
-    comm, wait_all = bench.comm, runtime.load().Request.Waitall
 
-    def ours() -> None:
-        works = dist.irecv(incoming, before), dist.isend(outgoing, after)
-        for work in works:
-            wait(work)
+    def synchronous() -> None:
+        dist.all_reduce(one)
 
-    def batch() -> None:
-        ops = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]
-        for work in dist.batch_isend_irecv(ops):
-            wait(work)
+    def begun(tensor: torch.Tensor, lib: Any = dist, group: Any = None) -> Any:
+        return lib.all_reduce(tensor, group=group, async_op=True)
 
-    def raw() -> None:
-        requests = comm.Irecv(recv, before), comm.Isend(send, after)
-        for request in requests:
+    def requests() -> list[Any]:
+        return [comm.Irecv(b, before), comm.Isend(a, after)]
+
+    def raw_messages() -> None:
+        for request in requests():
             request.Wait()
 
-    def raw_batch() -> None:
-        wait_all([comm.Irecv(recv, before), comm.Isend(send, after)])
+    def batch() -> Any:
+        ops = [dist.P2POp(dist.irecv, other, before), dist.P2POp(dist.isend, one, after)]
+        return dist.batch_isend_irecv(ops)
 
-    compare(bench, "irecv and isend, and waits", nbytes, {"hpcdist": ours, "mpi4py": raw})
-    compare(bench, "batch_isend_irecv of 2, and waits", nbytes, {"hpcdist": batch, "mpi4py": raw_batch})
+    doors: dict[str, Callable[[Any], Any]] = {
+        "torch.distributed": lambda group: torch.distributed.all_reduce(one, group=group),
+        "torch.distributed, async_op and wait": lambda group: begun(one, torch.distributed, group).wait(),
+        "functional collectives": lambda group: functional.wait_tensor(functional.all_reduce(one, "sum", group)),
+    }
+    return {
+        "all_reduce": {"hpcdist": synchronous, "mpi4py": lambda: comm.Allreduce(a, b)},
+        "all_reduce, async_op and wait": {
+            "hpcdist": lambda: begun(one).wait(),
+            "synchronous": synchronous,
+            "mpi4py": lambda: comm.Iallreduce(a, b).Wait(),
+            "gloo": lambda: bench.gloo.allreduce([one]).wait(),
+        },
+        f"{SEVERAL} with async_op, then {SEVERAL} waits": {
+            "hpcdist": lambda: wait([begun(each) for each in several]),
+            "synchronous": lambda: [dist.all_reduce(each) for each in several],
+            "mpi4py": lambda: wait_all([comm.Iallreduce(a, each) for each in arrays]),
+        },
+        **{
+            f"all_reduce of {name}": {
+                "hpcdist": partial(call, ours),
+                "synchronous": synchronous,
+                "torch's part": partial(call, fake),
+            }
+            for name, call in doors.items()
+        },
+        "irecv and isend, and waits": {
+            "hpcdist": lambda: wait([dist.irecv(other, before), dist.isend(one, after)]),
+            "mpi4py": raw_messages,
+        },
+        "batch_isend_irecv of 2, and waits": {
+            "hpcdist": lambda: wait(batch()),
+            "mpi4py": lambda: wait_all(requests()),
+        },
+    }
 
 
-def wait(work: Any) -> None:
-    """Wait for a Work."""
-    work.wait()
-
-
-def compare(
-    bench: Bench, what: str, nbytes: int, sides: dict[str, Callable[[], Any]], operations: int = 1
-) -> dict[str, float]:
-    """Time calls in interleaved rounds, once they are prepared for their repetition."""
-    for call in sides.values():
-        for _ in range(PREPARED // operations):
-            call()
-    return bench.compare(what, "float32", nbytes, sides, operations)
+def wait(works: Iterable[Any]) -> None:
+    """Wait for Works."""
+    for work in works:
+        work.wait()

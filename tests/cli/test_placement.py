@@ -86,27 +86,96 @@ def test_what_no_domain_has_is_left_out_and_what_is_not_told_is_guessed(tmp_path
     assert sorted(node.cards) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
 
 
+L3 = [f"{8 * region + 1}-{8 * region + 7}" for region in range(8)]  # without the reserved cores
+NEAR_L3 = [L3[region] for region in (6, 7, 2, 3, 0, 1, 4, 5)]
+NEAR = ["18-23", "6-11", "42-47", "30-35"]  # to epyc's GPUs, and each to its card
+BLOCKS = [f"{12 * rank}-{12 * rank + 11}" for rank in range(4)]
+SOCKETS = ["0-19,40-59", "20-39,60-79"]
+PACKED = ["0", "1", "2", "3"]
+BY_NUMA = "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"
+FAR = "the GPU is in another NUMA domain"
+BY_DOMAIN = "srun --cpu-bind=map_ldom:3,3,1,1,0,0,2,2 …   # or: --gpus-per-task=1 --gpu-bind=closest"
+IDLE = "all 4 ranks on n0 run in NUMA domain 0; the job may use domain 1 too"
+SAME_CORES = "ranks on n0 run on hardware threads of the same cores"
+WIDE = "threads of ranks 0, 1 on n0 run in several sockets"
+UNSET = "unset {0}   # the nearest is chosen by itself; for rank {1} it is mlx5_{1}"
+SHARED = "ranks 0, 1 on n0 are bound to the same 1 core"
+
+
+def kept(variable, value, ranks):
+    return f"{variable}={value} keeps {placement.listed(ranks)} on n0 from nearer cards"
+
+
+# the machine, the CPUs of each rank or how many ranks may use all, the launcher, and what else is so;
+# then what the whole advice says, and how each remedy begins
+ADVISED = [
+    ("xeon", 4, "srun", {}, [("of 2 NUMA", "srun --cpus-per-task=20 --cpu-bind=cores --distribution=block:cyclic …")]),
+    ("xeon", 4, OPEN_MPI, {}, [("of 2 NUMA domains", BY_NUMA)]),
+    ("xeon", 3, OPEN_MPI, {}, [("of 2 NUMA domains", BY_NUMA)]),  # 40 cores a domain
+    ("xeon", 4, HYDRA, {}, [("of 2 NUMA domains", "mpirun -bind-to core:20 -map-by numa …")]),
+    ("epyc", 8, OPEN_MPI, {}, [("of 8 NUMA domains", "mpirun --map-by ppr:1:numa:PE=6 --bind-to core …")]),
+    ("epyc", 4, OPEN_MPI, {}, [("of 8 NUMA domains", "mpirun --map-by ppr:2:package:PE=12 --bind-to core …")]),
+    ("epyc", 4, HYDRA, {}, [("of 8 NUMA domains", "mpirun -bind-to core:12 -map-by socket …")]),
+    ("frontier", 8, "srun", {}, [("of 4 NUMA domains", SRUN_7)]),
+    ("frontier", 8, OPEN_MPI, {}, [("of 4 NUMA domains", "mpirun --map-by ppr:2:numa:PE=7 --bind-to core …")]),
+    ("lumi", 8, "mpiexec (PALS)", {}, [("of 4 NUMA domains", "mpiexec --depth=14 --cpu-bind=depth …")]),
+    ("xeon", PACKED, OPEN_MPI, {"gpus": False}, [(IDLE, BY_NUMA)]),
+    ("xeon", ["0", "1", "40", "41"], "srun", {"gpus": False}, []),
+    ("xeon", SOCKETS, "srun", {"gpus": False, "threads": 8}, [(WIDE, "srun ")]),
+    ("xeon", SOCKETS, "srun", {"gpus": False, "threads": 1}, []),
+    ("xeon", ["0-79"], "srun", {"gpus": False, "threads": 80}, []),  # the node's only rank
+    ("xeon", ["0", "0", "40-44", "45-49"], "srun", {"gpus": False}, [(SHARED, "srun ")]),
+    ("epyc", ["0", "48"], "srun", {"gpus": False}, [
+        (SAME_CORES, "srun --threads-per-core=1 --cpus-per-task=48 "),
+        ("all 2 ranks on n0 run in NUMA domain 0; the job may use domains 1, 2, 3, 4, 5, 6, 7 too", "srun "),
+    ]),
+    ("frontier", L3, OPEN_MPI, {"visible": "ROCR"}, [(FAR, "export ROCR=4,5,2,3,6,7,0,1")]),
+    ("lumi", L3, OPEN_MPI, {"visible": "ROCR"}, [(FAR, "export ROCR=4,5,2,3,6,7,0,1")]),
+    ("lumi", L3, "srun", {}, [(FAR, BY_DOMAIN)]),
+    ("lumi", NEAR_L3, "srun", {}, []),
+    ("epyc", BLOCKS, HYDRA, {}, [(FAR, "export CUDA_VISIBLE_DEVICES=1,0,3,2")]),
+    ("epyc", NEAR, HYDRA, {}, []),
+    ("xeon", PACKED, OPEN_MPI, {}, [(IDLE, BY_NUMA), (FAR, f"{BY_NUMA}   # then look again")]),
+] + [
+    ("epyc", NEAR, "srun", {"chosen": {variable: value}},
+     [(kept(variable, value, far), UNSET.format(variable, far[0]))] if far else [])
+    for variable, value, far in (
+        ("UCX_NET_DEVICES", "mlx5_0:1", [1, 2, 3]),
+        ("UCX_NET_DEVICES", "mlx5_0:1,mlx5_2:1", [1, 3]),
+        ("NCCL_IB_HCA", "mlx5", []),
+        ("NCCL_IB_HCA", "=mlx5_3", [0, 1, 2]),
+        ("NCCL_IB_HCA", "^mlx5_1", [1]),
+        ("UCX_NET_DEVICES", "eth0", []),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "bound", "launcher", "same", "expected"), ADVISED)
+def test_advice(name, bound, launcher, same, expected, make):
+    machine = make(name)
+    cpus = [everything(machine)] * bound if isinstance(bound, int) else bound
+    found = advice(topologies.ranks(machine, cpus, launcher, **same))
+    assert len(found) == len(expected), found
+    for (text, remedy), (words, command) in zip(found.items(), expected, strict=True):
+        assert (words in text, remedy.startswith(command)) == (True, True), (text, remedy)
+
+
 @pytest.mark.parametrize(
-    ("name", "ranks", "launcher", "command"),
+    ("name", "bound", "same", "level", "words"),
     [
-        ("xeon", 4, "srun", "srun --cpus-per-task=20 --cpu-bind=cores --distribution=block:cyclic …"),
-        ("xeon", 4, OPEN_MPI, "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"),
-        ("xeon", 3, OPEN_MPI, "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"),  # 40 cores a domain
-        ("xeon", 4, HYDRA, "mpirun -bind-to core:20 -map-by numa …"),
-        ("epyc", 8, OPEN_MPI, "mpirun --map-by ppr:1:numa:PE=6 --bind-to core …"),
-        ("epyc", 4, OPEN_MPI, "mpirun --map-by ppr:2:package:PE=12 --bind-to core …"),
-        ("epyc", 4, HYDRA, "mpirun -bind-to core:12 -map-by socket …"),
-        ("frontier", 8, "srun", SRUN_7),
-        ("frontier", 8, OPEN_MPI, "mpirun --map-by ppr:2:numa:PE=7 --bind-to core …"),
-        ("lumi", 8, "mpiexec (PALS)", "mpiexec --depth=14 --cpu-bind=depth …"),
+        ("grace", ["0-71"] * 2, {}, NOTE, "ranks on n0 are not bound: each may use all 72 cores"),
+        ("lumi", ["1-7", "9-18", "33-39", "49-55"], {"gpus": False}, NOTE, "rank 1 may move between NUMA domains"),
+        ("epyc", BLOCKS, {"gpus": False}, NOTE, None),  # two domains are the share of each
+        ("lumi", NEAR_L3, {}, NOTE, "export MPICH_OFI_NIC_POLICY=GPU"),
+        ("lumi", NEAR_L3, {"chosen": {"MPICH_OFI_NIC_POLICY": "NUMA"}}, NOTE, None),
+        ("xeon", ["0-39", "0-39", "40-79", "40-79"], {"threads": 8}, OK, "have one for each of their threads"),
     ],
 )
-def test_ranks_that_are_not_bound(name, ranks, launcher, command, make):
-    machine = make(name)
-    (found,) = only(topologies.ranks(machine, [everything(machine)] * ranks, launcher), ADVICE)
-    assert "are not bound" in found.text
-    assert f"of {machine.node.room().domains} NUMA domains" in found.text
-    assert found.remedy == command
+def test_remarks(name, bound, same, level, words, make):
+    ranks = topologies.ranks(make(name), bound, **same)
+    found = [f"{each.text}: {each.remedy}" for each in only(ranks, level)]
+    assert words in found[0] if words else not found
+    assert not advice(ranks)
 
 
 def test_a_rank_is_given_one_core_at_the_least(make):
@@ -115,27 +184,10 @@ def test_a_rank_is_given_one_core_at_the_least(make):
     assert topology.bind("srun", 100, room).startswith("srun --cpus-per-task=1 ")
 
 
-def test_ranks_that_are_not_bound_in_one_domain_are_a_note(make):
-    grace = make("grace")
-    (note,) = only(topologies.ranks(grace, ["0-71"] * 2), ADVICE, NOTE)
-    assert (note.level, note.text) == (NOTE, "ranks on n0 are not bound: each may use all 72 cores")
-
-
 def test_ranks_on_one_core_of_many(machine):
     found = advice(topologies.ranks(machine, ["1"] * 4, gpus=False))
     text = f"4 ranks share 1 cores on n0, and the job may use {machine.node.room().cpus}: results are right, but slow"
     assert found[text].startswith("srun --cpus-per-task=")
-
-
-def test_one_domain_is_full_and_others_are_idle(make):
-    xeon = make("xeon")
-    packed = topologies.ranks(xeon, ["0", "1", "2", "3"], OPEN_MPI, gpus=False)
-    assert advice(packed) == {
-        "all 4 ranks on n0 run in NUMA domain 0; the job may use domain 1 too": (
-            "mpirun --map-by ppr:2:numa:PE=20 --bind-to core …"
-        )
-    }
-    assert not advice(topologies.ranks(xeon, ["0", "1", "40", "41"], gpus=False))
 
 
 def test_idle_domains_that_another_job_has_are_not_named(tmp_path):
@@ -145,102 +197,6 @@ def test_idle_domains_that_another_job_has_are_not_named(tmp_path):
     node = topology.read(tmp_path / "sys", topologies.GROUP)
     part = topologies.Machine("xeon", tmp_path / "sys", node, [])
     assert not advice(topologies.ranks(part, ["0", "1", "2", "3"]))
-
-
-def test_threads_of_a_rank_in_two_sockets(make):
-    xeon = make("xeon")
-    bound = ["0-19,40-59", "20-39,60-79"]
-    assert list(advice(topologies.ranks(xeon, bound, gpus=False, threads=8))) == [
-        "threads of ranks 0, 1 on n0 run in several sockets"
-    ]
-    assert not advice(topologies.ranks(xeon, bound, gpus=False, threads=1))
-    assert not advice(topologies.ranks(xeon, ["0-79"], gpus=False, threads=80))  # the node's only rank
-
-
-def test_a_rank_in_more_domains_than_its_share_is_a_note(make):
-    lumi = make("lumi")
-    (note,) = only(topologies.ranks(lumi, ["1-7", "9-18", "33-39", "49-55"], gpus=False), NOTE)[:1]
-    assert note.text == "rank 1 may move between NUMA domains"
-
-
-def test_ranks_on_hardware_threads_of_one_core(make):
-    epyc = make("epyc")
-    found = advice(topologies.ranks(epyc, ["0", "48"], gpus=False))
-    remedy = found["ranks on n0 run on hardware threads of the same cores"]
-    assert remedy.startswith("srun --threads-per-core=1 --cpus-per-task=48 ")
-
-
-def test_ranks_that_share_a_domain_need_a_core_for_each_thread(make):
-    xeon = make("xeon")
-    shared = ["0-39", "0-39", "40-79", "40-79"]
-    (fine,) = only(topologies.ranks(xeon, shared, threads=8), OK)
-    assert fine.text.endswith("have one for each of their threads")
-    assert "ranks 0, 1 on n0 are bound to the same 1 core" in advice(topologies.ranks(xeon, ["0", "0", "1-4", "5-8"]))
-
-
-def order(launcher, name, bound, make, **same):
-    """Return the advice on GPUs."""
-    found = advice(topologies.ranks(make(name), bound, launcher, **same))
-    return [remedy for text, remedy in found.items() if "the GPU is in another NUMA domain" in text]
-
-
-L3 = [f"{8 * region + 1}-{8 * region + 7}" for region in range(8)]  # without the reserved cores
-
-
-@pytest.mark.parametrize("name", ["frontier", "lumi"])
-def test_the_order_of_mi250x(name, make):
-    assert order(OPEN_MPI, name, L3, make, visible="ROCR_VISIBLE_DEVICES") == [
-        "export ROCR_VISIBLE_DEVICES=4,5,2,3,6,7,0,1"
-    ]
-    assert order("srun", name, L3, make) == [
-        "srun --cpu-bind=map_ldom:3,3,1,1,0,0,2,2 …   # or: --gpus-per-task=1 --gpu-bind=closest"
-    ]
-    near = [L3[region] for region in (6, 7, 2, 3, 0, 1, 4, 5)]
-    assert order("srun", name, near, make) == []
-
-
-def test_the_order_of_gpus_on_eight_domains(make):
-    bound = [f"{12 * rank}-{12 * rank + 11}" for rank in range(4)]
-    assert order(HYDRA, "epyc", bound, make) == ["export CUDA_VISIBLE_DEVICES=1,0,3,2"]
-    domains = ["18-23", "6-11", "42-47", "30-35"]  # 3, 1, 7, 5
-    assert order(HYDRA, "epyc", domains, make) == []
-
-
-def test_gpus_of_ranks_that_are_packed_come_after_the_cores(make):
-    (remedy,) = order(OPEN_MPI, "xeon", ["0", "1", "2", "3"], make)
-    assert remedy.startswith("mpirun --map-by ppr:2:numa:PE=20 --bind-to core …   # then look again")
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "far"),
-    [
-        ("UCX_NET_DEVICES", "mlx5_0:1", [1, 2, 3]),
-        ("UCX_NET_DEVICES", "mlx5_0:1,mlx5_2:1", [1, 3]),
-        ("NCCL_IB_HCA", "mlx5", []),
-        ("NCCL_IB_HCA", "=mlx5_3", [0, 1, 2]),
-        ("NCCL_IB_HCA", "^mlx5_1", [1]),
-        ("UCX_NET_DEVICES", "eth0", []),
-    ],
-)
-def test_a_variable_that_keeps_ranks_from_the_card_of_their_gpu(variable, value, far, make):
-    epyc = make("epyc")
-    near = ["18-23", "6-11", "42-47", "30-35"]
-    found = advice(topologies.ranks(epyc, near, chosen={variable: value}))
-    if not far:
-        assert not found
-        return
-    ((text, remedy),) = found.items()
-    assert text == f"{variable}={value} keeps {placement.listed(far)} on n0 from nearer cards"
-    assert remedy.startswith(f"unset {variable}")
-    assert remedy.endswith(f"for rank {far[0]} it is mlx5_{far[0]}")
-
-
-def test_cray_mpichs_choice_of_cards_is_a_note(make):
-    lumi = make("lumi")
-    near = [L3[region] for region in (6, 7, 2, 3, 0, 1, 4, 5)]
-    (note,) = only(topologies.ranks(lumi, near), NOTE)
-    assert note.remedy == "export MPICH_OFI_NIC_POLICY=GPU"
-    assert not only(topologies.ranks(lumi, near, chosen={"MPICH_OFI_NIC_POLICY": "NUMA"}), NOTE)
 
 
 def test_openmp_binds_main_threads_to_one_core():
