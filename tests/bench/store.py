@@ -46,19 +46,19 @@ class Row(NamedTuple):
 
 
 ON_TORCH_MOST = 1.3  # our client's time of a call over torch's, both on torch's server
-CALLS = {  # name -> how it is measured on given cores, and the most that ours / torch's may be
-    "get": (rows.get, 1.0),
-    "add": (rows.add, 2.0),
-    "check": (rows.check, 2.0),
-    "compare_set": (rows.compare_set, 2.0),
-    "set": (rows.set_, None),
-    "multi_get of 1000": (rows.multi_get, 1.2),
-    "multi_set of 1000": (rows.multi_set, 1.5),
-    "wake-up": (rows.wake_up, 2.0),
+MOST = {  # a call on given cores -> the most that ours / torch's may be
+    "get": 1.0,
+    "add": 2.0,
+    "check": 2.0,
+    "compare_set": 2.0,
+    "set": None,
+    "multi_get of 1000": 1.2,
+    "multi_set of 1000": 1.5,
+    "wake-up": 2.0,
 }
 ROWS = {
-    f"{name}, {place}": Row(partial(rows.placed, take, place), "us", most)
-    for name, (take, most) in CALLS.items()
+    f"{name}, {place}": Row(partial(rows.placed, name, place), "us", most)
+    for name, most in MOST.items()
     for place in rows.PLACES
 } | {
     "calls, 1 process": Row(partial(rows.rate, processes=1), "1/s"),
@@ -75,14 +75,9 @@ ROWS = {
 
 
 def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
-    """Measure all rows on all combinations, interleaved.
+    """Measure all rows, or those with a text in their name, so many times on all combinations, interleaved.
 
-    Args:
-        rounds: How often each row is measured.
-        only: Part of a row's name; None for all rows.
-
-    Returns:
-        Row name -> kind -> median.
+    Returns row name -> kind -> median.
     """
     rows.raise_limit()
     context = multiprocessing.get_context("forkserver")
@@ -125,14 +120,7 @@ def verdict(name: str, found: dict[str, float]) -> str:
 
 
 def run(args: list[str]) -> int:
-    """Run the benchmark and print a table.
-
-    Args:
-        args: The command line.
-
-    Returns:
-        0.
-    """
+    """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.store", description="Our TCPStore beside torch's.")
     parser.add_argument("--rounds", type=int, default=5, help="how often each row is measured (default 5)")
     parser.add_argument("--only", help="measure the rows with this in their name")

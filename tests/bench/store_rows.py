@@ -112,69 +112,44 @@ def _micros(call: Callable[[], Any], count: int = 2000) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-def placed(take: Callable[[Setting, list[int]], float], place: str, at: Setting) -> float:
-    """Measure with this thread and the server pinned to the cores of a place."""
+def placed(name: str, place: str, at: Setting) -> float:
+    """Measure a call of the table, or a wake-up, with this thread and the server pinned to the cores of a place."""
     mine, its = PLACES[place]
     os.sched_setaffinity(0, mine)
     at.server.pin(its)
     try:
-        return take(at, mine)
+        return wake_up(at, mine) if name == "wake-up" else call(name, at)
     finally:
         os.sched_setaffinity(0, CORES)
         at.server.pin(CORES)
 
 
-def get(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of a get of 32 bytes."""
-    client = at.client()
-    client.set("key", b"x" * 32)
-    return _micros(lambda: client.get("key"))
-
-
-def add(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of an add."""
-    client = at.client()
-    return _micros(lambda: client.add("count", 1))
-
-
-def check(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of a check of one key that is there."""
-    client = at.client()
-    client.set("key", b"x" * 32)
-    return _micros(lambda: client.check(["key"]))
-
-
-def set_(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of a set of 32 bytes, which has no answer."""
-    client = at.client()
-    result = _micros(lambda: client.set("key", b"x" * 32))
-    client.get("key")  # what was set has been taken before the next kind is measured
-    return result
-
-
-def multi_get(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of one multi_get of a thousand keys."""
-    client = at.client()
+def multi_set(client: Any) -> None:
+    """Set a thousand keys; the get that follows says that the server has taken them."""
     client.multi_set(NAMES, NAMES)
-    return _micros(lambda: client.multi_get(NAMES), 50)
+    client.get(NAMES[-1])
 
 
-def multi_set(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of one multi_set of a thousand keys, with the get that follows."""
-    client = at.client()
+# name -> a call on a client, for which there are the key ``key`` and a thousand others, and how often it is made
+CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "get": (lambda client: client.get("key"), 2000),
+    "add": (lambda client: client.add("count", 1), 2000),
+    "check": (lambda client: client.check(["key"]), 2000),
+    "compare_set": (lambda client: client.compare_set("key", "y", "z"), 2000),  # which changes nothing
+    "set": (lambda client: client.set("key", b"x" * 32), 2000),  # which has no answer
+    "multi_get of 1000": (lambda client: client.multi_get(NAMES), 50),
+    "multi_set of 1000": (multi_set, 50),
+}
 
-    def call() -> None:
-        client.multi_set(NAMES, NAMES)
-        client.get(NAMES[-1])  # multi_set has no answer
 
-    return _micros(call, 50)
-
-
-def compare_set(at: Setting, cores: list[int]) -> float:
-    """Return the microseconds of a compare_set that changes nothing."""
-    client = at.client()
+def call(name: str, at: Setting) -> float:
+    """Return the microseconds of a call of the table."""
+    client, (make, count) = at.client(), CALLS[name]
     client.set("key", b"x" * 32)
-    return _micros(lambda: client.compare_set("key", "y", "z"))
+    multi_set(client)
+    result = _micros(lambda: make(client), count)
+    client.get("key")  # what was sent has been taken before the next kind is measured
+    return result
 
 
 def _answer(port: int, is_ours: bool, count: int, tag: str, cores: list[int]) -> None:
