@@ -11,12 +11,12 @@ import argparse
 import importlib
 
 from hpcdist.cli import explain, submit
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser
 from hpcdist.cli.main import COMMANDS
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist completion", description=described(__doc__))
+    made = JobParser("completion", __doc__)
     made.add_argument("shell", choices=SCRIPTS, help="whose script is printed")
     return made
 

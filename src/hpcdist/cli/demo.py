@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli.doctor import mpi_library, slurm_step
-from hpcdist.cli.job_arguments import JobParser, count, described
+from hpcdist.cli.job_arguments import JobParser, count
 from hpcdist.cli.submit import CHECKOUT, installed
 from hpcdist.core.errors import DistBackendError
 from hpcdist.launch import environment
@@ -27,7 +27,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist demo", description=described(__doc__))
+    made = JobParser("demo", __doc__)
     about = f"how many to start if no launcher does ({RANKS}, or the allocation's tasks)"
     made.add_argument("--ranks", type=count, help=about)
     return made

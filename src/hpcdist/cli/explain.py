@@ -14,7 +14,7 @@ import sys
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from hpcdist.cli.job_arguments import JobParser, described, is_first_rank, wrapped
+from hpcdist.cli.job_arguments import JobParser, is_first_rank, wrapped
 from hpcdist.cli.submit import CHECKOUT, installed
 
 ANYTHING = "…"  # in a message of the page: what differs from case to case
@@ -64,7 +64,7 @@ def best(message: str, among: dict[str, Entry]) -> Entry | None:
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist explain", description=described(__doc__))
+    made = JobParser("explain", __doc__)
     made.add_argument("message", nargs="*", help="an entry's name, or a message of hpcdist; all names without it")
     return made
 

@@ -55,10 +55,10 @@ def file(text: str) -> str:
 
 
 class JobParser(argparse.ArgumentParser):
-    """Prints help and errors once a job; every rank exits with the same status. Options are written out."""
+    """Parser of a command, which its module describes: prints help and errors once a job; options are written out."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, command: str, docstring: str | None) -> None:
+        super().__init__(prog=f"python -m hpcdist {command}", description=described(docstring), allow_abbrev=False)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if is_first_rank():

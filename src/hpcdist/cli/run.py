@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from hpcdist.c10d.names import is_mpi_available
-from hpcdist.cli.job_arguments import JobParser, described
+from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import decision, environment, slurm_step, topology
 from hpcdist.torch_bridge import registration
 
@@ -23,7 +23,7 @@ TORCHRUNS_PORT = 29500
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist run", description=described(__doc__).partition("\n")[0])
+    made = JobParser("run", __doc__)
     made.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as for python -m")
     made.add_argument("script", help="the script to run, unmodified")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments").required = False

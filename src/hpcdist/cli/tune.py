@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import math
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 
 import hpcdist as dist
@@ -25,7 +25,7 @@ from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF, Thresholds
 from hpcdist.cli.bench.collectives import Calls, buffers
 from hpcdist.cli.bench.report import least
 from hpcdist.cli.bench.timing import Bench, opened
-from hpcdist.cli.job_arguments import JobParser, count, described, file, positive
+from hpcdist.cli.job_arguments import JobParser, count, file, positive
 from hpcdist.core.call import Call
 from hpcdist.core.printing import sized
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ROWS
@@ -39,7 +39,7 @@ CHANGE = 0.1  # what it must gain over all sizes together, as the logarithm of a
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist tune", description=described(__doc__))
+    made = JobParser("tune", __doc__)
     made.add_argument(
         "--output", metavar="FILE", type=json_file, help=f"the .json file to add to ({threshold_file.users_file()})"
     )
@@ -110,22 +110,17 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     columns = [Column(sized(size), justify="right") for size in sizes]
     title = f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI"
     table = Table("collective", *columns, "shared memory", title=title)
-    found: dict[str, int] = {}
-    with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("", total=len(rows) * len(sizes))
-        for name, (row, dtype) in rows.items():
-            times: dict[int, dict[str, float]] = {}
-            for size in sizes:
-                bar.update(task, description=f"{name} {sized(size)}", refresh=True)
-                whole, out, part = buffers(bench, row.name, dtype, size)
-                send, recv = {ALL_GATHER_SINGLE: (part, out), REDUCE_SCATTER_SINGLE: (whole, part)}.get(row, (out, out))
-                call = Call(row, send, recv, dist.ReduceOp.SUM, 0)
-                calls: Calls = {side: partial(backend.run, call) for side, backend in sides.items()}
-                times[size] = bench.compare(name, str(dtype), size, calls)
-                bar.advance(task)
-            found[name] = best(times)
-            ratios = (f"{times[size][SHARED] / times[size][MPI]:.2f}" for size in sizes)
-            table.add_row(name, *ratios, least(found[name]))
+    times: dict[str, dict[int, dict[str, float]]] = {name: {} for name in rows}
+    for name, size in bench.progress([*product(rows, sizes)]):
+        row, dtype = rows[name]
+        whole, out, part = buffers(bench, row.name, dtype, size)
+        send, recv = {ALL_GATHER_SINGLE: (part, out), REDUCE_SCATTER_SINGLE: (whole, part)}.get(row, (out, out))
+        call = Call(row, send, recv, dist.ReduceOp.SUM, 0)
+        calls: Calls = {side: partial(backend.run, call) for side, backend in sides.items()}
+        times[name][size] = bench.compare(name, str(dtype), size, calls)
+    found = {name: best(by_size) for name, by_size in times.items()}
+    for name, by_size in times.items():
+        table.add_row(name, *(f"{each[SHARED] / each[MPI]:.2f}" for each in by_size.values()), least(found[name]))
     for backend in sides.values():
         backend.close()
     if bench.rank == 0:

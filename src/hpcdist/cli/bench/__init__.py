@@ -17,7 +17,7 @@ import torch
 from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import opened
-from hpcdist.cli.job_arguments import JobParser, count, described, file, positive
+from hpcdist.cli.job_arguments import JobParser, count, file, positive
 
 # subject -> the module with ``measure(bench)``
 SUBJECTS: dict[str, str] = {
@@ -50,7 +50,7 @@ def dtype(text: str) -> torch.dtype:
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist bench", description=described(__doc__))
+    made = JobParser("bench", __doc__)
     add, sides = made.add_argument, ["hpcdist", "mpi4py", "gloo", "copy"]
     about = f"what is timed: {', '.join(SUBJECTS)} (collectives)"
     add("subject", nargs="?", default="collectives", choices=SUBJECTS, metavar="SUBJECT", help=about)

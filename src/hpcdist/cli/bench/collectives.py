@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 import hpcdist as dist
 from hpcdist.backends.mpi.process import runtime
@@ -97,12 +97,5 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, nbytes: int) -> dict[st
 
 
 def measure(bench: Bench) -> None:
-    names, dtypes = chosen(bench, COLLECTIVES), bench.options.dtypes
-    work = [(name, dtype, size) for name in names for dtype in dtypes for size in sizes(bench)]
-    # no refresh thread: it would compete for a core with the measured calls
-    with Progress(disable=bench.rank != 0, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("collectives", total=len(work))
-        for name, dtype, size in work:
-            bar.update(task, description=f"{name} {dtype} {size} B", refresh=True)
-            compare(bench, name, dtype, size)
-            bar.advance(task)
+    for row in bench.progress([*product(chosen(bench, COLLECTIVES), bench.options.dtypes, list(sizes(bench)))]):
+        compare(bench, *row)

@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.progress import Progress
 
 import hpcdist as dist
 from hpcdist.backends import gloo
@@ -23,6 +25,7 @@ MOST_CALLS = 2000
 WARM_UP = 2
 INTERFACES = Path("/sys/class/net")
 PORTS = Path("/sys/class/infiniband")
+T = TypeVar("T", bound=tuple[Any, ...])
 WORD = 4  # InfiniBand's port_xmit_data counts words of 4 bytes
 
 
@@ -89,6 +92,16 @@ class Bench:
             bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
             self._gloo = gloo.process_group(bootstrap)
         return self._gloo
+
+    def progress(self, rows: list[T]) -> Iterator[T]:
+        """Yield rows that are to be measured, while rank 0 shows their texts and how many are left."""
+        # no refresh thread: it would compete for a core with the measured calls
+        with Progress(disable=self.rank != 0, transient=True, auto_refresh=False) as bar:
+            task = bar.add_task("", total=len(rows))
+            for row in rows:
+                bar.update(task, description=" ".join(map(str, row)), refresh=True)
+                yield row
+                bar.advance(task)
 
     def calls_for(self, call: Callable[[], Any]) -> int:
         """Return how many calls fill the time of one round, the same number on every rank."""

@@ -1,7 +1,6 @@
 """The command ``doctor``: tests everything that a job needs, as one process or under mpirun, srun or torchrun.
 
-Each topic is a module with two functions: ``look`` runs checks on every rank and returns facts, ``judge`` turns the
-facts of all ranks into findings on rank 0. The command prints one page, and exits with 1 if something is wrong.
+It prints one page for all ranks, and exits with 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hpcdist.cli.doctor import (
 )
 from hpcdist.cli.doctor.findings import PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.supervision import CONNECTION, Step, supervise, watch
-from hpcdist.cli.job_arguments import JobParser, described, file, positive
+from hpcdist.cli.job_arguments import JobParser, file, positive
 from hpcdist.launch import environment
 
 SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
@@ -38,7 +37,8 @@ SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a
 LOCAL = "before MPI is started, on each rank by itself"
 IN_WORLD = "with the world's communicator, None without MPI"
 IN_GROUP = "with the default group"
-# the page's chapters in order, each with its module and with when that looks
+# the page's chapters in order, each with its module, whose ``look`` runs checks on every rank and returns facts, and
+# whose ``judge`` turns the facts of all ranks into findings on rank 0; and with when it looks
 TOPICS: dict[str, tuple[Any, str]] = {
     "installed": (installed, LOCAL),
     "mpi_library": (mpi_library, LOCAL),
@@ -53,7 +53,7 @@ TOPICS: dict[str, tuple[Any, str]] = {
 
 
 def parser() -> JobParser:
-    made = JobParser(prog="python -m hpcdist doctor", description=described(__doc__).partition("\n")[0])
+    made = JobParser("doctor", __doc__)
     made.add_argument("--json", action="store_true", help="print findings and facts as JSON")
     made.add_argument("--html", type=file, metavar="FILE", help="write the page for the browser too")
     made.add_argument("--seconds", type=positive, default=SECONDS, help="limit of each topic (default %(default)g)")
