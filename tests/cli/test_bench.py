@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 from hpcdist.cli import bench, web_page
 from hpcdist.cli.bench import plots
@@ -14,38 +15,30 @@ from tests.forked import mpirun
 from tests.programs import MPIRUN, run
 
 pytestmark = pytest.mark.timeout(300)
+needs_mpirun = pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+OURS, MPI, GLOO, TORCHS, SYNC = "hpcdist", "mpi4py", "gloo", "torch's part", "synchronous"
 
+LIMITED = {OURS, MPI, TORCHS, "mpi4py + torch's part"}
 ROWS = {
     "latency": {
-        "all_reduce": {"hpcdist", "mpi4py"},
-        "all_reduce, async_op and wait": {"hpcdist", "synchronous", "mpi4py", "gloo"},
-        "all_reduce of functional collectives": {"hpcdist", "synchronous", "torch's part"},
-        "irecv and isend, and waits": {"hpcdist", "mpi4py"},
+        "all_reduce": {OURS, MPI},
+        "all_reduce, async_op and wait": {OURS, SYNC, MPI, GLOO},
+        "all_reduce of functional collectives": {OURS, SYNC, TORCHS},
+        "irecv and isend, and waits": {OURS, MPI},
     },
-    "varied": {"all_gather_varied": {"hpcdist", "mpi4py", "in slots"}, "all_to_all_varied": {"hpcdist", "mpi4py"}},
-    "halo": {
-        "halo, 2 rows": {"hpcdist", "mpi4py"},
-        "halo, 2 columns": {"hpcdist", "mpi4py"},
-        "exchange with 2 ranks": {"hpcdist", "mpi4py"},
-    },
-    "calls": {
-        "all_reduce": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
-        "all_gather, list": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
-        "irecv and isend, and waits": {"hpcdist", "mpi4py", "torch's part", "mpi4py + torch's part"},
-    },
-    "ddp": {"DDP step": {"hpcdist", "gloo", "torch's part"}},
+    "varied": {"all_gather_varied": {OURS, MPI, "in slots"}, "all_to_all_varied": {OURS, MPI}},
+    "halo": {key: {OURS, MPI} for key in ("halo, 2 rows", "halo, 2 columns", "exchange with 2 ranks")},
+    "calls": dict.fromkeys(("all_reduce", "all_gather, list", "irecv and isend, and waits"), LIMITED),
+    "ddp": {"DDP step": {OURS, GLOO, TORCHS}},
     "torch": {
-        "DDP step": {"hpcdist", "gloo", "torch's part"},
-        "FSDP2 step": {"hpcdist", "gloo", "torch's part"},
-        "DTensor redistribute": {"hpcdist", "gloo", "torch's part"},
-        "tensor-parallel block": {"hpcdist", "gloo", "torch's part"},
-        "pipeline step": {"hpcdist", "gloo"},
-        "checkpoint save": {"hpcdist", "gloo", "torch's part"},
+        **{key: {OURS, GLOO, TORCHS} for key in ("DDP step", "FSDP2 step", "DTensor redistribute")},
+        **{key: {OURS, GLOO, TORCHS} for key in ("tensor-parallel block", "checkpoint save")},
+        "pipeline step": {OURS, GLOO},
     },
 }
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+@needs_mpirun
 @pytest.mark.parametrize("subject", ROWS)
 def test_every_row_has_each_side(subject, tmp_path):
     file, page = tmp_path / "figures.json", tmp_path / "figures.html"
@@ -63,7 +56,7 @@ def test_every_row_has_each_side(subject, tmp_path):
     assert not [what for what in found if html.escape(what) not in text]
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+@needs_mpirun
 def test_explain_times_nothing(tmp_path):
     file = tmp_path / "figures.json"
     done = mpirun(2, ["-m", "hpcdist", "bench", "--explain", "--json", file], timeout=60)
@@ -72,7 +65,7 @@ def test_explain_times_nothing(tmp_path):
     assert not file.exists()
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+@needs_mpirun
 def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
     done = mpirun(
         2, ["-m", "hpcdist", "bench", "--seconds", 60, "--json", tmp_path / "gone" / "figures.json"], timeout=60
@@ -110,3 +103,11 @@ def test_a_process_that_no_mpi_launcher_started_is_told_how_to_start_it():
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("mpirun -n 2 python -m hpcdist bench")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so_and_measures_nothing(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.run(["--device", "cuda"])
+    said = capsys.readouterr().err
+    assert any(text in said for text in ("nccl4py", "built without CUDA", "no NVIDIA driver", "sees no GPU"))
