@@ -35,49 +35,40 @@ def measure(bench: Bench) -> None:
                 other, turn = field.clone(), itertools.cycle([True, False])
                 sides["hpcdist"] = lambda: halo(field if next(turn) else other)  # noqa: B023
                 bench.compare("halo, 2 rows, two fields in turn", "float64", nbytes, sides)
-                sides = {"hpcdist": lambda: halo.pad(field), "mpi4py": padded_by_hand(bench, array)}  # noqa: B023
+                sides = {"hpcdist": lambda: halo.pad(field), "mpi4py": by_hand(bench, array, pads=True)}  # noqa: B023
                 bench.compare("halo, pad by 2 rows", "float64", nbytes, sides)
         exchange(bench, nbytes)
 
 
-def padded_by_hand(bench: Bench, array: np.ndarray) -> Callable[[], np.ndarray]:
-    """Return what copies an array to a larger one and fills the first and the last row of that."""
+def by_hand(bench: Bench, array: np.ndarray, pads: bool = False) -> Callable[[], object]:
+    """Return what fills the first and the last row by MPI_Isend and MPI_Irecv, copied if they are not contiguous.
+
+    They are those of a larger copy of the array if it ``pads``.
+    """
     comm, wait_all = bench.comm, runtime.load().Request.Waitall
     after, before = (bench.rank + 1) % bench.size, (bench.rank - 1) % bench.size
+    buffers = np.empty(array.shape[1]), np.empty(array.shape[1])
 
-    def pad() -> np.ndarray:
-        whole = np.zeros((len(array) + 2, array.shape[1]))
-        whole[1:-1] = array
-        wait_all([
-            comm.Irecv(whole[-1], after, 0), comm.Irecv(whole[0], before, 1),
-            comm.Isend(whole[1], before, 0), comm.Isend(whole[-2], after, 1),
-        ])  # fmt: skip
-        return whole
-
-    return pad
-
-
-def by_hand(bench: Bench, array: np.ndarray) -> Callable[[], None]:
-    """Return what fills the first and the last row by MPI_Isend and MPI_Irecv, copied where they are not contiguous."""
-    comm, wait_all = bench.comm, runtime.load().Request.Waitall
-    after, before = (bench.rank + 1) % bench.size, (bench.rank - 1) % bench.size
-    low, high = np.empty(array.shape[1]), np.empty(array.shape[1])
-
-    def contiguous() -> None:
-        wait_all([
-            comm.Irecv(array[-1], after, 0), comm.Irecv(array[0], before, 1),
-            comm.Isend(array[1], before, 0), comm.Isend(array[-2], after, 1),
-        ])  # fmt: skip
-
-    def strided() -> None:
-        first, last = array[1].copy(), array[-2].copy()
+    def fill(low: np.ndarray, first: np.ndarray, last: np.ndarray, high: np.ndarray) -> None:
         wait_all([
             comm.Irecv(high, after, 0), comm.Irecv(low, before, 1),
             comm.Isend(first, before, 0), comm.Isend(last, after, 1),
         ])  # fmt: skip
-        array[-1], array[0] = high, low
 
-    return contiguous if array[0].flags.c_contiguous else strided
+    def contiguous() -> None:
+        fill(array[0], array[1], array[-2], array[-1])
+
+    def strided() -> None:
+        fill(buffers[0], array[1].copy(), array[-2].copy(), buffers[1])
+        array[0], array[-1] = buffers
+
+    def pad() -> np.ndarray:
+        whole = np.zeros((len(array) + 2, array.shape[1]))
+        whole[1:-1] = array
+        fill(whole[0], whole[1], whole[-2], whole[-1])
+        return whole
+
+    return pad if pads else contiguous if array[0].flags.c_contiguous else strided
 
 
 def exchange(bench: Bench, nbytes: int) -> dict[str, float]:

@@ -6,11 +6,6 @@ computation.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 import hpcdist as dist
@@ -18,18 +13,6 @@ from hpcdist.cli.bench.timing import Bench
 
 NBYTES = 32 << 20
 SEVERAL = 10  # matrix products that are timed together
-CALLS = 11  # the first calls set up what later ones reuse
-
-
-def typical_seconds(bench: Bench, call: Callable[[], Any]) -> float:
-    """Return the median time of a call on the slowest rank."""
-    times = []
-    for _ in range(CALLS):
-        bench.comm.Barrier()
-        began = time.perf_counter()
-        call()
-        times.append(max(bench.comm.allgather(time.perf_counter() - began)))
-    return statistics.median(times)
 
 
 def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
@@ -38,17 +21,14 @@ def compare(bench: Bench, nbytes: int = NBYTES) -> dict[str, float]:
     matrix = torch.rand(384, 384)
     send, recv = data.numpy(), other.numpy()
 
-    reducing = typical_seconds(bench, lambda: dist.all_reduce(data))
-
-    def multiply(times: int) -> None:
-        for _ in range(times):
+    def compute() -> None:
+        for _ in range(products):
             matrix @ matrix
 
-    several = typical_seconds(bench, lambda: multiply(SEVERAL))
-    products = max(1, round(reducing / several * SEVERAL))
-
-    def compute() -> None:
-        multiply(products)
+    products = SEVERAL
+    alone = {"all_reduce": lambda: dist.all_reduce(data), "compute": compute}
+    times = bench.compare(f"all_reduce, {SEVERAL} products", "float32", nbytes, alone)
+    products = max(1, round(times["all_reduce"] / times["compute"] * SEVERAL))
 
     def worker() -> None:
         work = dist.all_reduce(data, async_op=True)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import textwrap
+from contextlib import suppress
 from typing import Any
 
 from hpcdist.launch import environment
@@ -33,13 +34,10 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def positive(text: str) -> float:
     """Read a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
 
 
 def count(text: str) -> int:
