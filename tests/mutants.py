@@ -264,7 +264,7 @@ MUTANTS = [
             "        if self.state is State.RUNNING:\n",
         ),
         ("        self.state, self.since = State.DUE, now\n", "        self.state = State.DUE\n"),
-        ("        if took_effect:\n", "        if True:\n"),
+        ("    if was_interrupted:\n", "    if True:\n"),
     ),
     *Lines(f"{WATCH}/watchdog.py", "faults/test_asking.py").broken(
         ("        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n", "        else:\n")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,38 +15,65 @@ from hpcdist.watch.escalation import (
     NEWS_SECONDS,
     STUCK_SECONDS,
     YIELD_SECONDS,
-    Escalation,
     State,
     Watched,
     WatchedCalls,
-    escalations,
+    end_blocked,
+    end_in_background,
 )
 from hpcdist.watch.exit import Decision, ExitStates, Look
 from hpcdist.watch.liveness import next_node
 from hpcdist.watch.report import PATIENCE_SECONDS, Collective, Report, Reports
 
-SYNC = dict.fromkeys(
-    ("has_work", "in_background", "on_device", "is_running", "ends_waits", "interrupts_all", "is_reported"), False
-)
-QUEUED = {**SYNC, "has_work": True, "in_background": True, "is_running": True}
 LIMIT = 10.0
 
 
-def steps(facts: dict[str, bool], **more: bool) -> list[tuple[Escalation, float]]:
-    """Return the ways to end a wait for a call with these facts."""
-    has, work = {**facts, **more}, object()
-    backend = SimpleNamespace(
-        ends_waits=has["ends_waits"],
-        faults=SimpleNamespace(interrupts_all=lambda: has["interrupts_all"]),
-        queue=SimpleNamespace(running=work if has["is_running"] else None),
-        outstanding=lambda: work if has["on_device"] else None,
-    )
-    call: Any = UnderWay(None, None, backend, work if has["has_work"] else None, has["in_background"])  # type: ignore[arg-type]
-    return escalations(call, has["is_reported"])
+class Fake:
+    """A call under way, whose ways to end are noted; those in ``fails`` take no effect, or raise."""
 
+    def __init__(self, facts: str = "", fails: str = "") -> None:
+        def way(name: str) -> Any:
+            def use(*_: Any) -> bool:
+                self.used.append(name)
+                if name in fails.split():
+                    raise OSError
+                return True
 
-def ways(facts: dict[str, bool], **more: bool) -> list[Escalation]:
-    return [way for way, _ in steps(facts, **more)]
+            return use
+
+        has = set(facts.split())
+        self.used: list[str] = []
+        self.is_reported = "reported" in has
+        work = SimpleNamespace(_interrupt=way("cancel"))
+        backend = SimpleNamespace(
+            ends_waits="ends_waits" in has,
+            faults=SimpleNamespace(
+                interrupts_all=lambda: "ulfm" in has, interrupt=way("interrupt"), set_revoke_reason=way("reason")
+            ),
+            queue=SimpleNamespace(running=work if "running" in has else None, fail=way("give up")),
+            outstanding=lambda: work if "on_device" in has else None,
+        )
+        self.call: Any = UnderWay(None, None, backend, work if "work" in has else None, "work" in has)  # type: ignore[arg-type]
+        self.abort = way("abort")
+
+    def attempt(self, action: Any, *arguments: Any) -> bool:
+        try:
+            return action(*arguments) is not False
+        except OSError:
+            return False
+
+    def in_background(self) -> bool:
+        return end_in_background(self.call, "why", self.is_reported, self.attempt)
+
+    def blocked(self) -> list[str | float]:
+        """Return what is done, and the seconds that are given."""
+        found: list[str | float] = []
+        ways = end_blocked(self.call, "why", self.is_reported, self.attempt, self.abort)
+        for seconds in chain(ways, [None]):
+            found += self.used
+            self.used.clear()
+            found += [] if seconds is None else [seconds]
+        return found
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
@@ -84,13 +110,6 @@ def test_the_time_in_which_the_process_stood_still_is_no_calls() -> None:
     assert calls.of(record, 101.0).is_due(100.0 + LIMIT, LIMIT)
 
 
-def test_a_call_that_is_being_ended_is_not_due() -> None:
-    watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", steps(SYNC))
-    assert watched.state is State.ENDING
-    assert not watched.is_due(20.0, LIMIT)
-
-
 def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_known_to_have_ended_has_answered() -> None:
     watched = Watched(object(), 0.0)
     assert watched.is_due(2.0, 2.0)
@@ -100,81 +119,38 @@ def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_known_to_have_end
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
+    ("facts", "fails", "expected"),
     [
-        (SYNC, [Escalation.INTERRUPT, Escalation.ABORT]),
-        ({**SYNC, "has_work": True}, [Escalation.CANCEL, Escalation.INTERRUPT, Escalation.ABORT]),
-        ({**SYNC, "is_reported": True}, [Escalation.SET_REASON, Escalation.INTERRUPT, Escalation.ABORT]),
-        ({**SYNC, "ends_waits": True}, []),
-        ({**SYNC, "ends_waits": True, "has_work": True}, [Escalation.CANCEL]),
-        (QUEUED, [Escalation.INTERRUPT, Escalation.GIVE_UP]),
-        ({**QUEUED, "ends_waits": True}, [Escalation.GIVE_UP]),
-        ({**QUEUED, "is_reported": True}, [Escalation.SET_REASON, Escalation.GIVE_UP]),
-        (
-            {**QUEUED, "is_reported": True, "interrupts_all": True},
-            [Escalation.SET_REASON, Escalation.GIVE_UP, Escalation.INTERRUPT],
-        ),
-        ({**QUEUED, "is_running": False}, []),
-        ({**QUEUED, "is_running": False, "on_device": True}, [Escalation.INTERRUPT]),
+        ("", "", ["interrupt", STUCK_SECONDS, "abort"]),
+        ("", "interrupt", ["interrupt", AGAIN_SECONDS, "interrupt", "abort"]),
+        ("work", "", ["cancel", STUCK_SECONDS, "interrupt", STUCK_SECONDS, "abort"]),
+        ("work", "cancel", ["cancel", "interrupt", STUCK_SECONDS, "abort"]),
+        ("reported", "", ["reason", YIELD_SECONDS, "interrupt", STUCK_SECONDS, "abort"]),
+        ("reported ulfm", "", ["reason", NEWS_SECONDS, "interrupt", STUCK_SECONDS, "abort"]),
+        ("ends_waits", "", []),
+        ("ends_waits work", "", ["cancel", STUCK_SECONDS]),
     ],
 )
-def test_the_ways_to_end_a_wait_gentlest_first(facts: dict[str, bool], expected: list[Escalation]) -> None:
-    assert ways(facts) == expected
+def test_the_ways_to_end_a_blocked_call_gentlest_first(facts: str, fails: str, expected: list[str | float]) -> None:
+    assert Fake(facts, fails).blocked() == expected
 
 
-def test_no_blocked_call_is_without_an_end() -> None:
-    """Whatever the facts, a blocked call that no library ends comes to an abort, or its wait is given up."""
-    names = ("has_work", "on_device", "is_running", "interrupts_all", "is_reported")
-    for values in itertools.product([False, True], repeat=len(names)):
-        facts = {**SYNC, **dict(zip(names, values, strict=True))}
-        assert ways(facts)[-1] is Escalation.ABORT
-        assert all(math.isfinite(seconds) for _, seconds in steps(facts)[:-1])
-        queued = ways(facts, has_work=True, in_background=True, is_running=True)
-        assert {Escalation.GIVE_UP, Escalation.INTERRUPT} & set(queued)
-
-
-def use(watched: Watched, now: float, fails: set[Escalation]) -> list[Escalation]:
-    """Use the ways that are due, of which some take no effect."""
-    used = []
-    while (way := watched.next_escalation(now)) is not None:
-        used.append(way)
-        watched.note(now, way not in fails)
-    return used
-
-
-def test_each_way_gets_its_time_and_the_next_one_follows() -> None:
-    watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", steps(SYNC, has_work=True, is_reported=True, interrupts_all=True))
-    assert use(watched, 10.0, {Escalation.CANCEL}) == [Escalation.CANCEL, Escalation.SET_REASON]
-    assert use(watched, 10.0 + NEWS_SECONDS / 2, set()) == []
-    assert not watched.was_interrupted
-    assert use(watched, 10.0 + NEWS_SECONDS, set()) == [Escalation.INTERRUPT]
-    assert watched.was_interrupted
-    assert use(watched, 10.0 + NEWS_SECONDS + STUCK_SECONDS - 0.1, set()) == []
-    assert use(watched, 10.0 + NEWS_SECONDS + STUCK_SECONDS, set()) == [Escalation.ABORT]
-    assert use(watched, math.inf, set()) == []
-
-
-def test_if_mpi_cannot_interrupt_at_the_second_try_either_the_job_is_aborted() -> None:
-    for is_reported in (False, True):
-        watched, now = Watched(object(), 0.0), 10.0
-        watched.end(now, "why", steps(SYNC, is_reported=is_reported))
-        if is_reported:  # the reporter has its time first
-            assert use(watched, now, {Escalation.INTERRUPT}) == [Escalation.SET_REASON]
-            now += YIELD_SECONDS
-        assert use(watched, now, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT]
-        assert use(watched, now + AGAIN_SECONDS / 2, {Escalation.INTERRUPT}) == []
-        assert use(watched, now + AGAIN_SECONDS, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT, Escalation.ABORT]
-        assert not watched.was_interrupted
-
-
-def test_a_thread_that_begins_to_wait_late_is_interrupted_at_the_second_try() -> None:
-    watched = Watched(object(), 0.0)
-    watched.end(10.0, "why", steps(SYNC))
-    assert use(watched, 10.0, {Escalation.INTERRUPT}) == [Escalation.INTERRUPT]
-    assert use(watched, 10.0 + AGAIN_SECONDS, set()) == [Escalation.INTERRUPT]
-    assert watched.was_interrupted
-    assert use(watched, 10.0 + AGAIN_SECONDS + STUCK_SECONDS, set()) == [Escalation.ABORT]
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ("work running", ["interrupt", "give up"]),
+        ("work running ends_waits", ["give up"]),
+        ("work running reported", ["reason", "give up"]),
+        ("work running reported ulfm", ["reason", "give up", "interrupt"]),
+        ("work on_device", ["interrupt"]),
+        ("work", []),
+    ],
+)
+def test_the_ways_to_end_a_queued_call(facts: str, expected: list[str]) -> None:
+    for fails in ("", "interrupt", "reason"):
+        call = Fake(facts, fails)
+        assert call.in_background() == bool(expected)
+        assert call.used == expected
 
 
 # -- many ranks ----------------------------------------------------------------------------------------------

@@ -4,19 +4,20 @@
                                  |^--a lower rank asks--|                ^
                                  +------another rank's report------------+
 
-A wait is ended by a list of escalations, the gentlest first. Each one that takes effect gets some time; if the call is
-still under way after it, the next one follows. The last one aborts the job.
+A wait is ended in several ways, the gentlest first. Each one that takes effect gets some time; if the call is still
+under way after it, the next one follows. The last one aborts the job.
 
-Nothing here reads a clock or asks a rank: the watchdog gives the time and does what is decided.
+Nothing here reads a clock or asks a rank: the watchdog gives the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hpcdist.core.errors import DistBackendError
 from hpcdist.watch.liveness import NEWS_SECONDS
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
 AGAIN_SECONDS = 0.3  # to the second try, before the abort: a thread without a core may be about to wait, or done
+NO_THREAD = -1  # of a call in the background, where no receive blocks
+
+Attempt = Callable[..., bool]  # calls a function with arguments, and tells whether it took effect; it does not raise
 
 
 class State(Enum):
@@ -36,42 +40,52 @@ class State(Enum):
     ENDING = "reported"
 
 
-class Escalation(Enum):
-    """One way to end a wait."""
+def end_in_background(each: UnderWay, reason: str, is_reported: bool, attempt: Attempt) -> bool:
+    """Have the wait for a queued call raise, or end what a device is at, at once; False if neither goes on any more.
 
-    CANCEL = "cancel the receive that it waits for"
-    GIVE_UP = "have the wait for a queued call raise, while its thread stays in the call"
-    SET_REASON = "leave it to the rank that reported, whose revocation ends it on all ranks"
-    INTERRUPT = "revoke the communicator, or end the device's"
-    ABORT = "abort the job"
-
-
-def escalations(each: UnderWay, is_reported: bool) -> list[tuple[Escalation, float]]:
-    """Return the ways to end a wait in order, each with the seconds that it gets if it takes effect.
-
-    ``is_reported`` says whether another rank has reported the call, and ends it.
+    A worker's thread stays in its call. ``is_reported`` says whether another rank has reported the call, and ends it.
     """
-    backend = each.backend
-    interrupts_all = backend.faults.interrupts_all()  # an interruption here ends the call on all ranks (ULFM)
-    if each.in_background:
-        if backend.outstanding() is each.work:  # a device is at it
-            return [(Escalation.INTERRUPT, math.inf)]
-        if backend.queue is None or backend.queue.running is not each.work:
-            return []
-        if is_reported:
-            # revoked here too: the reporter's revocation does not reach a communicator that it is not in
-            also = [(Escalation.INTERRUPT, math.inf)] if interrupts_all else []
-            return [(Escalation.SET_REASON, 0.0), (Escalation.GIVE_UP, 0.0), *also]
-        first = [] if backend.ends_waits else [(Escalation.INTERRUPT, 0.0)]
-        return [*first, (Escalation.GIVE_UP, math.inf)]
-    # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
-    found = [(Escalation.CANCEL, STUCK_SECONDS)] if each.work is not None else []
-    if backend.ends_waits:  # the library raises by itself
-        return found
+    backend, faults = each.backend, each.backend.faults
+    if backend.outstanding() is each.work:
+        attempt(faults.interrupt, reason, NO_THREAD)
+        return True
+    if backend.queue is None or backend.queue.running is not each.work:
+        return False
     if is_reported:
-        found.append((Escalation.SET_REASON, NEWS_SECONDS if interrupts_all else YIELD_SECONDS))
-    # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
-    return [*found, (Escalation.INTERRUPT, STUCK_SECONDS), (Escalation.ABORT, math.inf)]
+        attempt(faults.set_revoke_reason, reason)
+    elif not backend.ends_waits:
+        attempt(faults.interrupt, reason, NO_THREAD)
+    attempt(backend.queue.fail, DistBackendError(reason))
+    if is_reported and faults.interrupts_all():
+        # revoked here too: the reporter's revocation does not reach a communicator that it is not in
+        attempt(faults.interrupt, reason, NO_THREAD)
+    return True
+
+
+def end_blocked(
+    each: UnderWay, reason: str, is_reported: bool, attempt: Attempt, abort: Callable[[str], object]
+) -> Iterator[float]:
+    """End a call that blocks a thread, one way after the other; yield the seconds that each one gets.
+
+    ``is_reported`` as above.
+    """
+    backend, faults = each.backend, each.backend.faults
+    # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
+    if each.work is not None and attempt(each.work._interrupt, reason):
+        yield STUCK_SECONDS
+    if backend.ends_waits:  # the library raises by itself
+        return
+    if is_reported:  # its revocation ends the call on all ranks under ULFM
+        attempt(faults.set_revoke_reason, reason)
+        yield NEWS_SECONDS if faults.interrupts_all() else YIELD_SECONDS
+    if not (was_interrupted := attempt(faults.interrupt, reason, each.thread)):
+        yield AGAIN_SECONDS
+        was_interrupted = attempt(faults.interrupt, reason, each.thread)
+    if was_interrupted:
+        # Open MPI's revocation does not end a send that shared memory holds back, to a rank that takes nothing
+        yield STUCK_SECONDS
+    stuck, cannot = "a call that was interrupted has not ended", "MPI or NCCL cannot be taken out of a blocking call"
+    abort(f"the job is aborted: {stuck if was_interrupted else cannot}")
 
 
 class Watched:
@@ -82,11 +96,8 @@ class Watched:
         self.first_seen = now  # when the watchdog saw it first
         self.state = State.RUNNING  # how far the watch has come
         self.since = now  # when it became due
-        self.reason = ""  # why its wait is ended
-        self.was_interrupted = False  # whether it was made to raise
-        self._escalations: list[tuple[Escalation, float]] = []  # not tried yet
-        self._next_at = 0.0  # when the next of them is to be tried
-        self._is_again = False  # whether an interruption is tried for the second time
+        self.ways: Iterator[float] = iter(())  # of ending its wait; each step takes one, and gives the seconds it gets
+        self.next_at = math.inf  # when the next of them is due
 
     def is_due(self, now: float, limit: float) -> bool:
         """Tell whether the call has taken longer than it may, and nobody has asked about it yet."""
@@ -97,25 +108,6 @@ class Watched:
     def make_due(self, now: float) -> None:
         """Wait for the turn to ask about the call, or for another rank's report."""
         self.state, self.since = State.DUE, now
-
-    def end(self, now: float, reason: str, steps: list[tuple[Escalation, float]]) -> None:
-        self.state, self.reason = State.ENDING, reason
-        self._escalations, self._next_at = steps, now
-
-    def next_escalation(self, now: float) -> Escalation | None:
-        """Return the way to end the wait that is to be tried now, if any; ``note`` must follow."""
-        return self._escalations[0][0] if self._escalations and now >= self._next_at else None
-
-    def note(self, now: float, took_effect: bool) -> None:
-        """Take note of what became of the escalation that was tried."""
-        tried, seconds = self._escalations.pop(0)
-        if took_effect:
-            self.was_interrupted = self.was_interrupted or tried is Escalation.INTERRUPT
-            self._next_at = now + seconds
-        elif tried is Escalation.INTERRUPT and self.next_escalation(now) is Escalation.ABORT and not self._is_again:
-            self._is_again = True
-            self._escalations.insert(0, (tried, seconds))
-            self._next_at = now + AGAIN_SECONDS
 
 
 class WatchedCalls:

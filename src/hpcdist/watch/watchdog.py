@@ -14,20 +14,22 @@ Each rank ends its wait in the gentlest way there is:
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from traceback import format_exception
 from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import explained
 from hpcdist.core.group import Group
 from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import readable
@@ -38,7 +40,7 @@ from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket
-from hpcdist.watch.escalation import Escalation, State, Watched, WatchedCalls, escalations
+from hpcdist.watch.escalation import State, Watched, WatchedCalls, end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
@@ -51,7 +53,6 @@ SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
 ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
 ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to act on a rank that has ended, before the watchdog does
-NO_THREAD = -1  # of a call in the background, where no receive blocks
 SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
 FAILURES = 20  # of its own that the watchdog reports at most
 STANDSTILL_SECONDS = 1.0  # a thread that is this late stood still with its process: the job was suspended
@@ -188,7 +189,7 @@ class Watchdog:
                 continue  # the launcher ends the job, with the status of the rank that has left
             if each.limit is None and now >= self.waits_until:
                 self._advance(each, now)
-            self._escalate(each)
+            self._escalate(self._watched(each))
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
 
@@ -454,40 +455,29 @@ class Watchdog:
         self._end(each, mine, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
-        watched, now = self._watched(each), time.monotonic()
-        watched.end(now, explained(reason, "call-timeout"), escalations(each, is_reported))
-        if each.in_background and watched.next_escalation(now) is not None:
-            self._given_up.append(described)
-        self._escalate(each)
+        watched, reason = self._watched(each), explained(reason, "call-timeout")
+        watched.state = State.ENDING
+        if each.in_background:
+            if end_in_background(each, reason, is_reported, self._attempt):
+                self._given_up.append(described)
+            return
+        watched.ways = end_blocked(each, reason, is_reported, self._attempt, partial(self.abort, each.backend))
+        watched.next_at = time.monotonic()
+        self._escalate(watched)
 
-    def _escalate(self, each: UnderWay) -> None:
+    def _escalate(self, watched: Watched) -> None:
         """End a wait in the ways whose time has come."""
-        watched = self._watched(each)
-        while (way := watched.next_escalation(time.monotonic())) is not None:
-            took_effect = False
-            try:
-                took_effect = self._use(way, each, watched)
-            except Exception as error:  # the next way follows
-                self._note_failure(error)
-            watched.note(time.monotonic(), took_effect)
+        while time.monotonic() >= watched.next_at:
+            seconds = next(watched.ways, math.inf)
+            watched.next_at = time.monotonic() + seconds
 
-    def _use(self, way: Escalation, each: UnderWay, watched: Watched) -> bool:
-        """End a wait in one way, and tell whether that took effect."""
-        backend, reason = each.backend, watched.reason
-        if way is Escalation.CANCEL:
-            return each.work is not None and each.work._interrupt(reason)
-        if way is Escalation.SET_REASON:
-            backend.faults.set_revoke_reason(reason)
-        elif way is Escalation.INTERRUPT:
-            return backend.faults.interrupt(reason, NO_THREAD if each.in_background else each.thread)
-        elif way is Escalation.GIVE_UP:
-            if backend.queue is not None:
-                backend.queue.fail(DistBackendError(reason))
-        else:
-            stuck = "a call that was interrupted has not ended"
-            why = stuck if watched.was_interrupted else "MPI or NCCL cannot be taken out of a blocking call"
-            self.abort(backend, f"the job is aborted: {why}")
-        return True
+    def _attempt(self, action: Callable[..., Any], *arguments: Any) -> bool:
+        """Take an action, and tell whether it took effect; if it raises, others follow."""
+        try:
+            return action(*arguments) is not False
+        except Exception as error:
+            self._note_failure(error)
+            return False
 
     def abort(self, backend: Backend, reason: str) -> None:
         """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
