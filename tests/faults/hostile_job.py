@@ -32,23 +32,11 @@ def state() -> dict[str, Any]:
     return {"threads": threads, "memory": resident(), "descriptors": len(os.listdir("/proc/self/fd"))}
 
 
-def shown(shape: Any) -> Any:
-    """Return a shape of ``channel.fits`` as JSON."""
-    if isinstance(shape, type):
-        return {"type": shape.__name__}
-    if isinstance(shape, dict):
-        return {"values": shown(shape[str])} if str in shape else {"keys": {key: shown(shape[key]) for key in shape}}
-    if isinstance(shape, (list, tuple)):
-        return {"list" if isinstance(shape, list) else "choice": [shown(each) for each in shape]}
-    return {"type": "None"}
-
-
 dist.init_process_group()
 group = dist.new_group()
 end = Path(sys.argv[1])
 channel = RUNNING[0].channel
-kinds = {kind: shown(shape) for kind, (_, shape) in channel._handlers.items()}
-tell("ready", own=channel.own, kinds=kinds)
+tell("ready", own=channel.own)
 count, is_over, before = 0, torch.zeros(1), {}
 while not is_over:
     tensor = torch.full((100,), float(dist.get_rank()))

@@ -19,7 +19,6 @@ from hpcdist.watch import channel as channel_module
 from hpcdist.watch import datagrams as module
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, key_of, seal
-from hpcdist.watch.question import fits
 
 NAMES = {"kind": "name", "from": 0}
 INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "2000"))  # of each kind; 100,000 were tried
@@ -31,10 +30,7 @@ HOSTILE: list[bytes] = [
     b"[]",
     b"null",
     b'{"kind": []}',
-    b'{"kind": "name"}',
-    b'{"kind": "name", "from": "0"}',
     b'{"kind": "unknown", "from": 0}',
-    b'{"kind": "name", "from": 0, "text": {}}',
     b'{"kind": "fails", "from": 0}',
     b'{"rank": []}',
     b"9" * 10_000,
@@ -45,8 +41,8 @@ HOSTILE: list[bytes] = [
 def pair() -> Iterator[tuple[Channel, Channel]]:
     """Two ranks, of which rank 1 answers in a thread."""
     channels = (Channel(0), Channel(1))
-    channels[1].register("name", lambda message: {"name": message.get("text") or "one"}, {"text": (str, None)})
-    channels[1].register("fails", lambda message: 1 // 0, {})
+    channels[1].register("name", lambda message: {"name": message.get("text") or "one"})
+    channels[1].register("fails", lambda message: 1 // 0)
     for each in channels:
         each.learn([0, 1], [channel.own for channel in channels])
     ends = threading.Event()
@@ -66,7 +62,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
 
 
 def ask(channel: Channel, seconds: float = 5.0, **content: Any) -> Any:
-    return channel.ask([1], "name", {"name": str}, seconds, **content).get(1)
+    return channel.ask([1], "name", seconds, **content).get(1)
 
 
 def question(key: str, text: bytes, number: int = 1, sender: bytes = b"stranger") -> bytes:
@@ -77,8 +73,8 @@ def test_a_question_is_answered_and_its_text_arrives(pair: tuple[Channel, Channe
     asking, asked = pair
     assert ask(asking) == {"name": "one"}
     assert ask(asking, text="ü" * 9_000) == {"name": "ü" * 9_000}
-    assert asking.ask([1, 7], "name", {"name": int}, 0.3) == {}  # of another shape, and of no known rank
-    asked.register("told", lambda message: told.append(message), {"value": int})
+    assert asking.ask([7], "name", 0.3) == {}  # of no known rank
+    asked.register("told", lambda message: told.append(message))
     told: list[Any] = []
     asking.send([0, 1], "told", value=3)
     deadline = time.monotonic() + 5
@@ -91,9 +87,9 @@ def test_an_answer_that_fits_into_no_datagram_is_not_sent(pair: tuple[Channel, C
     asking, asked = pair
     failures: list[Exception] = []
     asked.note_failure = failures.append
-    asked.register("long", lambda message: {"text": "x" * message["length"]}, {"length": int})
-    assert asking.ask([1], "long", {"text": str}, 5.0, length=65_000)
-    assert not asking.ask([1], "long", {"text": str}, 0.5, length=66_000)
+    asked.register("long", lambda message: {"text": "x" * message["length"]})
+    assert asking.ask([1], "long", 5.0, length=65_000)
+    assert not asking.ask([1], "long", 0.5, length=66_000)
     assert ask(asking) == {"name": "one"}
     assert not failures
 
@@ -159,8 +155,6 @@ def test_an_answer_is_taken_from_the_one_who_was_asked_alone(pair: tuple[Channel
         sealed = [seal(key, ANSWER, each, text) for each in (earlier, to_another)]
         for forged in (text, b'{"rank": []}', seal("00", ANSWER, head, text), *sealed, data):
             impostor.sendto(forged, sender)
-        impostor.sendto(seal(key, ANSWER, head, b"[" * 20_000), sender)
-        impostor.sendto(seal(key, ANSWER, head, b'{"name": []}'), sender)
         thread.join()
         assert answers == [None]
 
@@ -174,15 +168,6 @@ def test_a_number_is_new_once_and_may_come_out_of_order() -> None:
     assert numbers.is_new(b"a", 1 << 40)
     assert not numbers.is_new(b"a", 50)  # too old to be told from one that has come
     assert numbers.is_new(b"a", (1 << 40) - 1)
-
-
-def test_shapes() -> None:
-    assert fits({"a": [[1, "x"], [2, "y"]], "b": None}, {"a": [[int, str]], "b": (int, None), "c": (str, None)})
-    assert not fits({"a": [[1, "x", 2]]}, {"a": [[int, str]]})
-    assert fits({"x": 1, "y": 2}, {str: int})
-    assert not fits({"x": 1, "y": []}, {str: int})
-    assert not fits([], {})
-    assert not fits({}, {"a": int})
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["without the key", "with the key"])
@@ -202,7 +187,7 @@ def test_whatever_comes_no_thread_ends_and_no_memory_grows(pair: tuple[Channel, 
             if number == INPUTS // 2:
                 largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert ask(asking) == {"name": "one"}
-    assert failures == ({ZeroDivisionError} if has_key else set())
+    assert (ZeroDivisionError in failures) == bool(failures) == has_key
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < largest + 4096  # KiB
     assert len(asked._had._had) <= 2
 
@@ -216,7 +201,7 @@ def test_many_senders_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatc
 
 def test_with_no_descriptor_left_a_question_waits_for_the_socket_of_another(pair: tuple[Channel, Channel]) -> None:
     asking, _ = pair
-    slow = threading.Thread(target=lambda: asking.ask([1], "of no such kind", {}, 1.0))
+    slow = threading.Thread(target=lambda: asking.ask([1], "of no such kind", 1.0))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     try:
@@ -226,7 +211,7 @@ def test_with_no_descriptor_left_a_question_waits_for_the_socket_of_another(pair
                 held.append(os.open("/dev/null", os.O_RDONLY))
         slow.start()
         time.sleep(0.2)
-        assert asking.ask([1], "name", {"name": str}, 0.1) == {}
+        assert asking.ask([1], "name", 0.1) == {}
         assert ask(asking) == {"name": "one"}
     finally:
         for each in held:

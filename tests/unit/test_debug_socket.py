@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -21,7 +21,7 @@ from hpcdist.cli import debug, running_job
 from hpcdist.core.printing import printable
 from hpcdist.watch import debug_socket
 from hpcdist.watch.channel import Channel
-from hpcdist.watch.debug_socket import DebugSocket, ranks_on_this_machine
+from hpcdist.watch.debug_socket import DebugSocket, JobRank, ranks_on_this_machine
 from hpcdist.watch.recorder import Recorder
 from hpcdist.watch.watchdog import Watchdog
 
@@ -44,9 +44,8 @@ while True:
 """
 
 
-def said(channel: Channel, **more: Any) -> dict[str, Any]:
-    found = {"job": JOB, "program": "p", "slurm_job": "", "rank": 0, "endpoint": channel.own}
-    return {**found, **more}
+def said(channel: Channel, job: str = JOB) -> JobRank:
+    return JobRank(channel.own, 0, job, "p", "")
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +103,9 @@ def test_a_socket_of_another_user_is_not_believed(channel: Channel, monkeypatch:
         assert impostor.stdout is not None
         impostor.stdout.readline()
         try:
-            assert "a trap" not in [each["job"] for each in ranks_on_this_machine()]
+            assert "a trap" not in [each.job for each in ranks_on_this_machine()]
             monkeypatch.setattr(debug_socket, "is_same_user", lambda connection: True)
-            assert "a trap" in [each["job"] for each in ranks_on_this_machine()]  # the check it is that keeps it out
+            assert "a trap" in [each.job for each in ranks_on_this_machine()]  # the check it is that keeps it out
         finally:
             impostor.kill()
 
@@ -120,10 +119,12 @@ def test_another_user_gets_no_answer(served: DebugSocket) -> None:
     assert len(ranks_on_this_machine()) == 1
 
 
-PARTIAL = json.dumps({"job": JOB}).encode()
+PARTIAL = json.dumps([[["10.0.0.1"], 1], 0, JOB]).encode()
 
 
-@pytest.mark.parametrize("answer", [b"", b"[" * 50_000, b"{}", PARTIAL, b"\xff", b"9" * 70_000], ids=range(6))
+@pytest.mark.parametrize(
+    "answer", [b"", b"[" * 50_000, b"{}", PARTIAL, b"[[]]", b"1", b"\xff", b"9" * 70_000], ids=range(8)
+)
 def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")

@@ -25,7 +25,7 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoints
 from hpcdist.watch.liveness import Liveness
 from hpcdist.watch.question import FAN, expanded, merged
-from hpcdist.watch.report import LINES, REPORT, WHERE, Collective, Report, compose, judge_of
+from hpcdist.watch.report import LINES, Collective, Report, compose, judge_of
 
 LATENCY = 50e-6  # seconds that a datagram takes
 WORK = 100e-6  # seconds that a rank takes for one that has come
@@ -203,8 +203,8 @@ class Job:
             return {"entered": NUMBER - is_late, "calls": calls, "main": "io.py:3", "leaving": False, "left": False}
 
         for rank, each in enumerate(self.ranks):
-            each.channel.register("where", lambda _, rank=rank: where(rank), {})
-            each.channel.register("report", lambda _, rank=rank: told.append(rank) or {}, {"report": REPORT})
+            each.channel.register("where", lambda _, rank=rank: where(rank))
+            each.channel.register("report", lambda _, rank=rank: told.append(rank) or {})
         return told
 
 
@@ -213,12 +213,12 @@ def report(job: Job) -> tuple[list[str], float, list[int], list[int]]:
     size, asker = len(job.ranks), job.ranks[0].channel
     told = job.answer_where({size // 3, size // 3 + 2})
     others, began = list(range(1, size)), job.network.now
-    answers = asker.ask(others, "where", WHERE, 1.0, group="g", about=["g", NUMBER, "all_reduce"], dump=True)
-    call = job.ranks[0].channel._handlers["where"][0]({})["calls"][0]  # type: ignore[misc,index]
+    answers = asker.ask(others, "where", 1.0, group="g", about=["g", NUMBER, "all_reduce"], dump=True)
+    call = job.ranks[0].channel._handlers["where"]({})["calls"][0]  # type: ignore[index]
     liveness = Liveness(asker)
     lines = compose(call, 0, range(size), answers, judge_of(liveness, others, answers))
     made = Report(Collective("g", NUMBER, "all_reduce"), 0, "all_reduce #7", lines, True)
-    asker.ask(made.receivers(answers), "report", {}, 0.5, report=made.truncated(30_000))
+    asker.ask(made.receivers(answers), "report", 0.5, report=made.truncated(30_000))
     return lines, job.network.now - began, sorted(answers), told
 
 
@@ -246,8 +246,8 @@ def test_who_counts_the_ranks_otherwise_relays_nothing(monkeypatch: pytest.Monke
     relay = job.ranks[1].channel
     relay.numbering, relay.endpoints = "other", Endpoints(dict.fromkeys(relay.endpoints, relay.own))
     for rank, each in enumerate(job.ranks):
-        each.channel.register("which", lambda _, rank=rank: {"rank": rank}, {})
-    answers = job.ranks[0].channel.ask(range(1, 64), "which", {"rank": int}, 1.0)
+        each.channel.register("which", lambda _, rank=rank: {"rank": rank})
+    answers = job.ranks[0].channel.ask(range(1, 64), "which", 1.0)
     assert {rank: answer["rank"] for rank, answer in answers.items()} == {rank: rank for rank in range(1, 64)}
 
 

@@ -47,7 +47,7 @@ class Picture(NamedTuple):
 
 
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
-    return channel.ask(ranks, "inspect", debug_socket.INSPECTED, ANSWER_SECONDS, first=first)
+    return channel.ask(ranks, "where", ANSWER_SECONDS, group="", first=first)
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
@@ -76,21 +76,20 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
 def find(pid: int | None) -> Job:
     """Return the job on this machine, or in this allocation of Slurm's; ConnectionError if it is none or several."""
     allocation = os.environ.get(debug_socket.SLURM_JOB, "")
-    said = [(each, Endpoint(*each["endpoint"])) for each in debug_socket.ranks_on_this_machine()]
-    jobs: dict[str, tuple[dict[str, Any], Endpoint]] = {}
-    for each, endpoint in said:
-        if endpoint.pid == pid or (pid is None and allocation in ("", each["slurm_job"])):
-            jobs.setdefault(each["job"], (each, endpoint))
+    jobs: dict[str, debug_socket.JobRank] = {}
+    for found in debug_socket.ranks_on_this_machine():
+        if found.endpoint.pid == pid or (pid is None and allocation in ("", found.slurm_job)):
+            jobs.setdefault(found.job, found)
     if len(jobs) != 1:
-        lines = [f"  --pid {endpoint.pid:<8} {printable(each['program'])}" for each, endpoint in jobs.values()]
+        lines = [f"  --pid {each.endpoint.pid:<8} {printable(each.program)}" for each in jobs.values()]
         lines += [
             f"  process {each.process}, rank {each.rank} of {each.size}, is in init_process_group, waiting for others"
             for each in arrival.arrivals()
         ]
         what = "several jobs of yours run" if jobs else "no job of yours with a group of hpcdist runs"
         raise ConnectionError("\n".join([f"{what} on this machine", *lines]))
-    ((each, endpoint),) = jobs.values()
-    return join(each["program"], each["rank"], endpoint)
+    (one,) = jobs.values()
+    return join(one.program, one.rank, one.endpoint)
 
 
 def at(address: str) -> Job:

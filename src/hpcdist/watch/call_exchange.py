@@ -25,10 +25,8 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
 
 KIND, KEPT_KIND = "calls", "kept calls"
-WHERE = {"place": ([int, int, int], None), "failure": (str, None)}
-KEPT = {"starts": [[int, int]], "whats": [int], "sizes": [int]}
 NO_BLOCK = -1
-LISTS_KIND, LISTS = "members", {"lists": [[int]]}
+LISTS_KIND = "members"
 ANSWER_SECONDS = 0.5
 LISTS_SECONDS = 0.3
 ASKED = 64  # members of a group that a look asks
@@ -54,9 +52,8 @@ class CallExchange:
         self._finding: set[str] = set()  # groups whose words are being compared
         self._patience = PATIENCE
         self._unanswered = 0  # questions in a row
-        shape = {"group": str, "rank": int, "is_question": bool, **WHERE}
-        self._channel.register(KIND, self._answer, shape)
-        self._channel.register(KEPT_KIND, self._kept, {"group": str, "block": int})
+        self._channel.register(KIND, self._answer)
+        self._channel.register(KEPT_KIND, self._kept)
         hooks.compare_calls = self.compare
 
     def _live(self) -> Iterator[Known]:
@@ -149,7 +146,7 @@ class CallExchange:
             self._finding.discard(log.token)
 
     def _ask_kept(self, log: CallLog, rank: int, block: int) -> Message | None:
-        answers = self._channel.ask([rank], KEPT_KIND, KEPT, KEPT_SECONDS, group=log.token, block=block)
+        answers = self._channel.ask([rank], KEPT_KIND, KEPT_SECONDS, group=log.token, block=block)
         return answers.get(rank)
 
     def _kept(self, message: Message) -> Message:
@@ -185,7 +182,7 @@ class CallExchange:
         began, nap = time.monotonic(), SHORTEST_NAP
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
-            answers = self._channel.ask(others, KIND, WHERE, ANSWER_SECONDS, **self._where(log, True))
+            answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log, True))
             self._unanswered = 0 if answers else self._unanswered + 1
             for asked, answer in answers.items():
                 self._take(log, ranks, others[asked], answer)
@@ -213,7 +210,7 @@ class Members:
         self._channel, self._end_call = channel, end_call
         self._before: set[tuple[int, ...]] = set()  # those that were being made at the last look
         self._lasting: set[tuple[int, ...]] = set()  # and still are
-        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]}, {})
+        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
 
     def look(self) -> None:
         """Compare the groups whose making lasts with those that their members make."""
@@ -231,7 +228,7 @@ class Members:
             return None
         at = mine.index(me)
         others = [*mine[at + 1 :], *mine[:at]][:ASKED]
-        answers = self._channel.ask(others, LISTS_KIND, LISTS, LISTS_SECONDS)
+        answers = self._channel.ask(others, LISTS_KIND, LISTS_SECONDS)
         for other, answer in answers.items():
             theirs = {tuple(each) for each in answer["lists"] if me in each}
             if mine not in theirs and (different := theirs - self._before):

@@ -6,8 +6,7 @@ which might be the stopped one, and no file to leave behind; a thread answers it
 computes. Questions may be lost, so they are repeated until they are answered.
 
 Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group
-(``datagrams``). What is authentic must have the shape that its kind has, so that no handler and no reader of an answer
-needs to check it.
+(``datagrams``). What is authentic comes from a rank of this job, or from its user, and is not checked any further.
 
 A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
 """
@@ -33,7 +32,7 @@ from hpcdist.core.waiting import readable, wait_until
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
-from hpcdist.watch.question import ASKED, RELAY, Message, Question, expanded, fits, merged, relay_seconds
+from hpcdist.watch.question import RELAY, Message, Question, expanded, merged, relay_seconds
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
 AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
@@ -108,7 +107,7 @@ class Channel:
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
         self.thread = 0  # the identifier of the thread that answers
-        self._handlers: dict[str, tuple[Handler | None, Any]] = {}
+        self._handlers: dict[str, Handler] = {}
         self._numbers, self._had = count(1), Numbers()
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
@@ -161,13 +160,13 @@ class Channel:
 
     # -- messages ------------------------------------------------------------------------------------
 
-    def register(self, kind: str, handler: Handler, shape: Any) -> None:
-        """Have messages of a kind and shape (``fits``) handled; others are dropped.
+    def register(self, kind: str, handler: Handler) -> None:
+        """Have messages of a kind handled; others are dropped.
 
         The thread that calls ``answer`` calls the handler with the message, a dict that holds ``from``, the sender's
         rank; it returns the answer or None.
         """
-        self._handlers[kind] = handler, shape
+        self._handlers[kind] = handler
 
     def answer(self) -> None:
         """Take in the messages that have come, and answer them."""
@@ -195,12 +194,7 @@ class Channel:
             return
         left_out = (each for each in self.left_out if each.sender == sender.hex())
         self._note(self.endpoints.of_sender(sender) or next(left_out, None))
-        try:
-            message = json.loads(data[TAG_BYTES + HEAD.size :])
-        except (ValueError, RecursionError):
-            return
-        if not fits(message, {"kind": str, "from": int}):
-            return
+        message = json.loads(data[TAG_BYTES + HEAD.size :])
         reply = Reply(key, head, address)
         if message["kind"] == RELAY:
             self._relay(message, reply)
@@ -208,8 +202,8 @@ class Channel:
             self._reply(reply, answer)
 
     def _handled(self, message: Message) -> Message | None:
-        handler, shape = self._handlers.get(message["kind"], (None, None))
-        return handler(message) if handler is not None and fits(message, shape) else None
+        handler = self._handlers.get(message["kind"])
+        return None if handler is None else handler(message)
 
     def _reply(self, to: Reply, answer: Message) -> None:
         text = json.dumps(answer).encode()
@@ -221,21 +215,20 @@ class Channel:
     def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
         return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
 
-    def _question(self, asked: dict[int, Endpoint], message: Message, shape: Any, token: str | None) -> Question:
-        """Return a question; one with a token may be relayed."""
-        relay = None if token is None else {"token": token, "numbering": self.numbering}
-        return Question(asked, message, lambda answer: fits(answer, shape), relay)
+    def _question(self, asked: dict[int, Endpoint], message: Message, token: str) -> Question:
+        """Return a question that may be relayed."""
+        return Question(asked, message, {"token": token, "numbering": self.numbering})
 
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
-        if not fits(message, ASKED) or message["numbering"] != self.numbering:
+        if message["numbering"] != self.numbering:
             return
         relayed = self._relayed.get(message["token"])
         ranks, has_begun = expanded(message["ranks"], len(self.endpoints)), relayed is not None
         if relayed is None:
             self._note(self.endpoints.get(message["message"]["from"]))
             asked = self._known(each for each in ranks if each != self.rank)
-            question = self._question(asked, message["message"], {}, message["token"])
+            question = self._question(asked, message["message"], message["token"])
             relayed = self._relayed[message["token"]] = Relayed(question, reply, ranks)
             own = self._handled(message["message"]) if self.rank in ranks else None
             if own is not None:
@@ -283,9 +276,8 @@ class Channel:
         if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
             return False
         self._note(asked)
-        with suppress(ValueError, RecursionError):
-            for each in question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
-                self._note(each)
+        for each in question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
+            self._note(each)
         return True
 
     def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
@@ -294,22 +286,22 @@ class Channel:
         for rank, endpoint in self._known(ranks).items():
             self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank), text)
 
-    def ask(self, ranks: Iterable[int], kind: str, shape: Any, seconds: float, /, **content: Any) -> dict[int, Message]:
-        """Ask ranks and return the answers of a shape (``fits``) that come in time, by rank.
+    def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
+        """Ask ranks and return the answers that come in time, by rank.
 
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
         asked = self._known(ranks)
         message = {"kind": kind, "from": self.rank, **content}
-        question = self._question(asked, message, shape, secrets.token_hex(8))
+        question = self._question(asked, message, secrets.token_hex(8))
         return self._wait(question, seconds + relay_seconds(len(asked)))
 
     def ask_endpoints(
-        self, asked: dict[int, Endpoint], kind: str, shape: Any, seconds: float, /, **content: Any
+        self, asked: dict[int, Endpoint], kind: str, seconds: float, /, **content: Any
     ) -> dict[int, Message]:
         """Ask processes by numbers of the caller's choice, as ``ask`` does ranks, but each by itself."""
-        return self._wait(self._question(asked, {"kind": kind, "from": self.rank, **content}, shape, None), seconds)
+        return self._wait(Question(asked, {"kind": kind, "from": self.rank, **content}, None), seconds)
 
     def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
         """Wait for the answers to a question, and return those that come in time."""

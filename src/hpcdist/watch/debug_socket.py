@@ -1,4 +1,4 @@
-"""Debug socket: by which ``python -m hpcdist debug`` finds a rank, and the shapes of its answers; without torch.
+"""Debug socket: by which ``python -m hpcdist debug`` finds a rank; without torch.
 
 It is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Each side asks
 the kernel whose the other one is, and talks to the same user (or root) only. The client is sent where the
@@ -13,10 +13,9 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from hpcdist.watch.question import fits
-from hpcdist.watch.report import WHERE
+from hpcdist.watch.endpoint import Endpoint
 
 PREFIX = "hpcdist-"
 SLURM_JOB = "SLURM_JOB_ID"  # by which a job is found inside its allocation
@@ -26,20 +25,15 @@ TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
 CLIENT_SECONDS = 2.0  # how long a rank may take to send where it is found
 LARGEST = 1 << 16  # bytes that it may send
 
-# shapes of answers (``question.fits``)
-ENDPOINT = [[str], int, int, str, str, int, str, str, str, str]
-FOUND = {**dict.fromkeys(("job", "program", "slurm_job"), str), "rank": int, "endpoint": ENDPOINT}
-GROUP = {**dict.fromkeys(("label", "backend"), str), **dict.fromkeys(("size", "collectives", "messages"), int)}
-INSPECTED = {
-    **WHERE,
-    "inspected": {
-        "stack": [str],
-        "groups": {str: GROUP},
-        "calls": [[str, str, bool, int, int, int, int]],
-        "endpoints": [[int, ENDPOINT]],
-        "size": int,
-    },
-}
+
+class JobRank(NamedTuple):
+    """What a rank sends to who finds it."""
+
+    endpoint: Endpoint
+    rank: int
+    job: str  # the same on all its ranks
+    program: str
+    slurm_job: str
 
 
 def is_same_user(connection: socket.socket) -> bool:
@@ -65,8 +59,8 @@ class DebugSocket:
         for each in self.sockets:
             each.close()
 
-    def answer(self, answer: dict[str, Any]) -> None:
-        """Send something to a process of this user that has connected; turn others away."""
+    def answer(self, answer: JobRank) -> None:
+        """Answer a process of this user that has connected; turn others away."""
         with suppress(OSError):
             client, _ = self.sockets[0].accept()
             with client:
@@ -75,12 +69,14 @@ class DebugSocket:
                     client.send(json.dumps(answer).encode())
 
 
-def ranks_on_this_machine() -> list[dict[str, Any]]:
+def ranks_on_this_machine() -> list[JobRank]:
     """Return what the ranks of this user on this machine send at their sockets."""
-    own, found = f"@{PREFIX}{os.getuid()}-", []
+    own, found = f"@{PREFIX}{os.getuid()}-", list[JobRank]()
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
     for name in sorted(names):
-        with suppress(OSError, ValueError, RecursionError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        # what it sends may be of another version
+        nothing = suppress(OSError, ValueError, TypeError, RecursionError)
+        with nothing, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             # not by settimeout, which fails at once while others wait to be answered
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(CLIENT_SECONDS), 0))
             client.connect("\0" + name[1:])
@@ -90,6 +86,6 @@ def ranks_on_this_machine() -> list[dict[str, Any]]:
             text = b""
             while len(text) < LARGEST and (part := client.recv(LARGEST)):
                 text += part
-            if fits(answer := json.loads(text), FOUND):
-                found.append(answer)
+            endpoint, *job = json.loads(text)
+            found.append(JobRank(Endpoint(*endpoint), *job))
     return found

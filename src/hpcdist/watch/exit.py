@@ -197,7 +197,7 @@ class Observer:
         channel, left = self.watchdog.channel, self.watchdog.liveness.left
         asked = {i: each for i, each in enumerate(channel.left_out) if each.process not in left}
         own = channel.own.process
-        answers = channel.ask_endpoints(asked, "where", report.WHERE, ANSWER_SECONDS, group="", left=own)
+        answers = channel.ask_endpoints(asked, "where", ANSWER_SECONDS, group="", left=own)
         left.update(asked[i].process for i, answer in answers.items() if answer["left"])
         return [each for i, each in asked.items() if i not in answers]
 
@@ -225,7 +225,7 @@ class Observer:
         """Send the other ranks that all leave, if they are so many that they do not ask each other."""
         first, *others = self.watchdog.liveness.living() or [self.watchdog.rank]
         if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
-            self.watchdog.channel.ask(others, "all leave", {}, ANSWER_SECONDS)
+            self.watchdog.channel.ask(others, "all leave", ANSWER_SECONDS)
 
 
 EXIT = ProcessExit()

@@ -23,7 +23,7 @@ from typing import Any
 from hpcdist.launch import addresses
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, Process, process_status
-from hpcdist.watch.question import RUN, Message, expanded
+from hpcdist.watch.question import Message, expanded
 
 NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
 # the kernel probes a silent connection so often (s, s, times)
@@ -38,7 +38,6 @@ PROCESS_STATES = {
     "t": "its process is stopped by a debugger",
     "D": "its process is in uninterruptible sleep (I/O)",
 }
-JUDGED = {"judged": [[int, str]]}  # shape of an answer
 NO_ANSWER = "it does not answer: stopped, gone, or busy in native code that holds Python's interpreter lock"
 NOBODY_ANSWERS = "nobody off this node answers: is UDP blocked between the nodes?"
 
@@ -114,11 +113,11 @@ class Liveness:
         self._connections: dict[int, list[Connection]] = {}
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
-        channel.register("hello", lambda message: channel.send([message["from"]], "here"), {})
-        channel.register("ended", self._note_ended, {"processes": [[str, int]]})
-        channel.register("here", lambda message: {}, {})
-        channel.register("all leave", self._note_all_left, {})
-        channel.register("judge", self._judge, {"ranks": RUN})
+        channel.register("hello", lambda message: channel.send([message["from"]], "here"))
+        channel.register("ended", self._note_ended)
+        channel.register("here", lambda message: {})
+        channel.register("all leave", self._note_all_left)
+        channel.register("judge", self._judge)
 
     # -- what is known ---------------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class Liveness:
 
     def _send_to_others(self, kind: str, ranks: Iterable[int], **content: Any) -> None:
         others = [rank for rank in ranks if rank != self.channel.rank]
-        self.channel.ask(others, kind, {}, NEWS_SECONDS, **content)
+        self.channel.ask(others, kind, NEWS_SECONDS, **content)
 
     def _look_at_next_node(self) -> None:
         channel, gone = self.channel, self.ended_ranks()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.core.ranks import runs_of
@@ -30,33 +30,9 @@ SILENT_SECONDS = 0.6  # after so long without an answer a relay is passed over
 STEP_SECONDS = 0.75  # in which a relay is found silent, and others are asked in its place
 REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
 
-RUN = [[int, int]]  # shape of ranks: the first and the last one of each run
 RELAY = "relay"  # what such questions are called
-ASKED = {"token": str, "numbering": str, "ranks": RUN, "message": {"kind": str, "from": int}}
-ANSWERED = {"answers": [[dict, RUN]]}
 
 Message = dict[str, Any]
-
-
-def fits(value: Any, shape: Any) -> bool:
-    """Tell whether a value out of JSON has a shape.
-
-    That is a type; None; a tuple of shapes, one of which fits; a list of one shape, that of all entries; a list of
-    more, one for each entry; a dict of the shapes of some keys, where a missing one counts as None; or a dict of
-    ``str`` and the shape of all values.
-    """
-    if isinstance(shape, tuple):
-        return any(fits(value, each) for each in shape)
-    if isinstance(shape, list):
-        if not isinstance(value, list) or (len(shape) > 1 and len(shape) != len(value)):
-            return False
-        shapes = shape * len(value) if len(shape) == 1 else shape
-        return all(map(fits, value, shapes))
-    if isinstance(shape, dict):
-        if str in shape:
-            return isinstance(value, dict) and all(fits(each, shape[str]) for each in value.values())
-        return isinstance(value, dict) and all(fits(value.get(key), each) for key, each in shape.items())
-    return value is None if shape is None else isinstance(value, shape)
 
 
 def parts_of(ranks: list[int]) -> dict[int, set[int]]:
@@ -103,12 +79,11 @@ class Question:
         self,
         asked: dict[int, Endpoint],  # by rank, or by numbers of the caller's choice
         message: Message,
-        accepts: Callable[[Any], bool],  # whether an answer has the shape that it should have
         relay: Message | None,  # what a relayed question holds besides ``message`` and ``ranks``; None to ask directly
     ) -> None:
         self.answers: dict[int, Message] = {}  # those that have come
         self.again = 0.0  # when it is to be sent again to those who have not answered
-        self._endpoints, self._message, self._accepts, self._relay = asked, message, accepts, relay
+        self._endpoints, self._message, self._relay = asked, message, relay
         ranks = sorted(asked)
         self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
@@ -152,14 +127,14 @@ class Question:
         """Return where the process listens that was asked under a number, and has not answered."""
         return self._endpoints[rank] if rank in self._missing and number in self._numbers else None
 
-    def take(self, rank: int, answer: Any, now: float) -> list[Endpoint]:
+    def take(self, rank: int, answer: Message, now: float) -> list[Endpoint]:
         """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
         self._answered[rank] = now
         part, given = self._missing[rank], {rank: answer}
-        if fits(answer, ANSWERED):  # it was asked to relay the question
+        if "answers" in answer:  # it was asked to relay the question
             ranks = max(part) + 1
             given = {each: one for one, runs in answer["answers"] for each in expanded(runs, ranks)}
-        taken = [each for each in part & given.keys() if self._accepts(given[each])]
+        taken = part & given.keys()
         self.answers |= {each: given[each] for each in taken}
         part.difference_update(taken)
         if not part:

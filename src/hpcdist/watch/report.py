@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.ranks import listed, runs_of
-from hpcdist.watch.liveness import JUDGED, NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
+from hpcdist.watch.liveness import NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.question import relay_seconds
 
 if TYPE_CHECKING:  # the command debug needs no torch
@@ -36,20 +36,8 @@ SEVERAL = 8  # kinds of tensors that it names, and reasons of silent ranks befor
 PROCESS = re.compile(r" \(process \d+\)|(?<=\()process \d+ (?=on )")
 FRESH_SECONDS = 5.0  # how long a report says where the ranks are
 KEPT = 64  # calls that are remembered
-COLLECTIVE = [str, int, str]  # shapes in messages
-REPORT = [COLLECTIVE, int, str, [str], bool]
 
 Answers = dict[int, dict[str, Any]]  # by rank
-
-CALL = {
-    **dict.fromkeys(("group", "label", "name", "dtype", "where", "state"), str),
-    **dict.fromkeys(("message", "background", "has_asker"), bool),
-    "number": int,
-    "peer": (int, None),
-    "shape": ([int], None),
-    "seconds": (int, float),
-}
-WHERE = {"entered": (int, None), "calls": [CALL], "main": str, "leaving": bool, "left": bool}  # shape of an answer
 
 
 def label(group: str, description: str) -> str:
@@ -324,7 +312,7 @@ def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Call
     by_node = {endpoints[rank].node: rank for rank in answers}
     witnesses = {by_node[node] for rank in unseen if (node := endpoints[rank].node) in by_node}
     judged: dict[int, str] = {}
-    asked = channel.ask(sorted(witnesses), "judge", JUDGED, NEWS_SECONDS, ranks=runs_of(unseen))
+    asked = channel.ask(sorted(witnesses), "judge", NEWS_SECONDS, ranks=runs_of(unseen))
     for witness, answer in asked.items():
         for rank, reason in answer["judged"]:
             if rank in endpoints and endpoints[rank].node == endpoints[witness].node:

@@ -39,14 +39,14 @@ from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
-from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket
+from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import State, Watched, WatchedCalls, end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.question import Message
 from hpcdist.watch.recorder import Recorder
-from hpcdist.watch.report import COLLECTIVE, REPORT, WHERE, Answers, Collective, Report, Reports, judge_of
+from hpcdist.watch.report import Answers, Collective, Report, Reports, judge_of
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
@@ -87,13 +87,10 @@ class Watchdog:
         self._tracer: threading.Thread | None = None  # which writes a trace, or has written the last one
         self._debug_socket: DebugSocket | None = None
         self.channel.note_failure = self._note_failure
-        left = [str, int], None  # a process that makes no more calls
-        where = {"group": str, "dump": (bool, None), "about": (COLLECTIVE, None), "left": left}
         register = self.channel.register
-        register("where", self._where, where)
-        register("report", self._take_report, {"report": REPORT})
-        register("abort", self._note_abort, {"reason": str, "leaves": bool})
-        register("inspect", self._inspected, {"first": int})
+        register("where", self._where)
+        register("report", self._take_report)
+        register("abort", self._note_abort)
         self.call_exchange = CallExchange(self.channel, self.end_call)
         self._members = Members(self.channel, self.end_call)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
@@ -152,8 +149,8 @@ class Watchdog:
             if meeting is not None:
                 meeting.since += late
         if any(each in ready for each in debug_socket.sockets):
-            job = {"job": self.recorder.name, "program": program(), "slurm_job": os.environ.get(SLURM_JOB, "")}
-            debug_socket.answer({**job, "rank": self.rank, "endpoint": self.channel.own})
+            slurm_job = os.environ.get(SLURM_JOB, "")
+            debug_socket.answer(JobRank(self.channel.own, self.rank, self.recorder.name, program(), slurm_job))
         if self.signals.reader in ready:
             for number in self.signals.arrived():
                 self._on_signal(number)
@@ -250,16 +247,11 @@ class Watchdog:
         seconds = time.monotonic() - self._watched(each).first_seen
         return report.described(each, seconds, calls_under_way.line_in(each.thread))
 
-    def _inspected(self, message: Message) -> Message:
-        endpoints = self.channel.endpoints or {self.rank: self.channel.own}
-        inspected = self.inspection.answer(endpoints, message["first"])
-        return {**self._where({"group": "", **message}), "inspected": inspected}
-
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
 
         ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` is its process, if it makes
-        no more.
+        no more; ``first`` asks for what the command ``debug`` shows (``Inspection.answer``).
         """
         asker, group = message["from"], WORLD.groups.get(message["group"])
         if message.get("left"):
@@ -276,18 +268,20 @@ class Watchdog:
         calls += [{**made, "has_asker": False, "state": "reported"} for made in list(self._given_up)]
         for made in calls:
             made["seconds"] = round(made["seconds"])  # so that the answers of many ranks are equal
+        endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
         return {
             "entered": None if group is None else group.journal.sequence,
             "calls": calls,
             "main": calls_under_way.line_in(),
             "leaving": self.leaving,
             "left": self.has_left,
+            "inspected": None if first is None else self.inspection.answer(endpoints, first),
         }
 
     def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
         """Ask other ranks where they are; ``more`` is what else the question holds, as ``_where`` reads it."""
         others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, "where", WHERE, seconds, group=group, **more)
+        return self.channel.ask(others, "where", seconds, group=group, **more)
 
     def reset(self) -> None:
         """Take note that the world's ranks are about to get other numbers, by ``watch``."""
@@ -426,7 +420,7 @@ class Watchdog:
     def _send_report(self, made: Report, answers: Answers) -> None:
         if receivers := made.receivers(answers):
             others = [rank for rank in receivers if rank != self.rank]
-            self.channel.ask(others, "report", {}, NEWS_SECONDS, report=made.truncated(LARGEST // 2))
+            self.channel.ask(others, "report", NEWS_SECONDS, report=made.truncated(LARGEST // 2))
 
     def _take_report(self, message: Message) -> Message:
         """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
@@ -498,9 +492,9 @@ class Watchdog:
             seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
             channel, own = self.channel, self.channel.own
             others = [rank for rank, each in channel.endpoints.items() if each != own]
-            answers = channel.ask(others, "abort", {}, seconds, **news)
+            answers = channel.ask(others, "abort", seconds, **news)
             left_out = dict(enumerate(each for each in channel.left_out if each != own))
-            channel.ask_endpoints(left_out, "abort", {}, NEWS_SECONDS, **news)
+            channel.ask_endpoints(left_out, "abort", NEWS_SECONDS, **news)
             has_reached_all = len(answers) == len(others) and not left_out
         self.job_end.note(first_line, leaves)
         return has_reached_all
