@@ -43,29 +43,6 @@ set_wakeup_fd = signal.set_wakeup_fd  # Python's own
 default_int_handler = signal.default_int_handler
 
 
-class Wanted:
-    """The descriptor that the program wants signals to be written to."""
-
-    def __init__(self, number: int = -1, warns: bool = True) -> None:
-        self.number = number
-        self.warns = warns  # whether Python is to warn if it takes no more
-        self.file = file_of(number)  # what is open there
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is none, or was closed: the number may be another file's now."""
-        return self.file is None or file_of(self.number) != self.file
-
-
-def file_of(descriptor: int) -> tuple[int, int] | None:
-    """Return what names the file or socket that is open at a descriptor, or None."""
-    try:
-        found = os.fstat(descriptor)
-    except (OSError, ValueError, OverflowError):
-        return None
-    return found.st_dev, found.st_ino
-
-
 class Signals:
     """The signals that have come to this process."""
 
@@ -75,7 +52,8 @@ class Signals:
             end.setblocking(False)
         self.received: set[int] = set()
         self.is_asked = False  # whether the program asks for them itself, by stop_requested
-        self._theirs = Wanted()
+        # the descriptor that the program wants signals to be written to, and whether Python warns if it takes no more
+        self._theirs = (-1, True)
         self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
         self._left: list[signal.Signals] = []  # the signals that were left to a handler of C's
         self._is_installed = False
@@ -85,7 +63,7 @@ class Signals:
         """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
-        self._theirs = Wanted(self._hold())
+        self._theirs = (self._hold(), True)
         signal.set_wakeup_fd = self._want
         self._left = [number for number in WATCHED if is_handled_in_c(number)]
         self._handle([number for number in WATCHED if number not in self._left])
@@ -112,19 +90,21 @@ class Signals:
 
     def _want(self, fd: int, /, *, warn_on_full_buffer: bool = True) -> int:
         """Note which descriptor the program wants, and return the one until now: ``signal.set_wakeup_fd`` to it."""
-        before = self._theirs
+        before, _ = self._theirs
         set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # which checks it
         self._hold()
-        self._theirs = Wanted(fd, warn_on_full_buffer)
-        return before.number
+        self._theirs = (fd, warn_on_full_buffer)
+        return before
 
     def remove(self) -> None:
         """Undo ``install``, in a forked child, and close what is its parent's."""
         if self._is_installed:
             if signal.set_wakeup_fd == self._want:
                 signal.set_wakeup_fd = set_wakeup_fd
-            theirs = Wanted() if self._theirs.is_stale else self._theirs
-            set_wakeup_fd(theirs.number, warn_on_full_buffer=theirs.warns)
+            set_wakeup_fd(-1)
+            theirs, warns = self._theirs
+            with suppress(OSError, ValueError):  # it was closed
+                set_wakeup_fd(theirs, warn_on_full_buffer=warns)
             for number, before in self._replaced.items():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, before)
@@ -141,7 +121,7 @@ class Signals:
         self.received.add(number)
         before = self._hold()
         if before != self.writer.fileno():  # set past ``_want``, by who had imported Python's own function before
-            self._theirs = Wanted(before)
+            self._theirs = (before, True)
             with suppress(OSError):
                 self.writer.send(bytes([number]))
 
@@ -163,10 +143,10 @@ class Signals:
         numbers = [number for number in dict.fromkeys(data[::-1]) if number in WATCHED or number == HANDLED][::-1]
         # before the program's handler, which may ask at once whether it is to stop
         self.received.update(number for number in numbers if number not in (signal.SIGINT, HANDLED))
-        theirs, forwarded = self._theirs, data.replace(bytes([HANDLED]), b"")
-        if forwarded and not theirs.is_stale:
-            with suppress(OSError):  # it takes no more
-                os.write(theirs.number, forwarded)
+        (theirs, _), forwarded = self._theirs, data.replace(bytes([HANDLED]), b"")
+        if forwarded and theirs >= 0:
+            with suppress(OSError):  # it was closed, or takes no more
+                os.write(theirs, forwarded)
         return numbers
 
     def ends_process(self, number: int) -> bool:
