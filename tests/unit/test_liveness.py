@@ -53,7 +53,7 @@ def liveness() -> Iterator[Liveness]:
     channel.learn(range(RANKS), endpoints)
     made = Liveness(channel)
     yield made
-    made.reset()
+    made.close()
     channel.close()
 
 
@@ -62,7 +62,7 @@ def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, m
     real = Liveness.has_ended
     monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
     liveness.look()
-    assert not liveness.lacks(range(RANKS))
+    assert liveness.ended_ranks() == []
     assert not liveness.any_ended()
     assert set(asked) == set(liveness.channel.node_peers.values())
     assert len(asked) == 4 * EACH
@@ -72,8 +72,6 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
     assert liveness.ended_ranks() == [RANKS - 1]
-    assert liveness.lacks([3, RANKS - 1])
-    assert not liveness.lacks([3, 4])
     liveness.channel._note(far)
     assert liveness.ended_ranks() == []
     assert not liveness.any_ended()
@@ -138,7 +136,7 @@ def test_a_reset_and_a_refusal_prove_a_death_and_neither_does_by_itself(pair: tu
             looks(watching, process, 4)
             assert not watching.ended  # it has refused each time, as a firewall does
         channel.learn([1], [refusing._replace(stream_port=port)])
-        watching.reset()
+        watching.close()
         looks(watching, process, 2)
         process.send_signal(signal.SIGSTOP)
         looks(watching, process, 3)
@@ -146,7 +144,7 @@ def test_a_reset_and_a_refusal_prove_a_death_and_neither_does_by_itself(pair: tu
         process.kill()
         until(lambda: looks(watching, process, 1) or watching.ended)
     assert watching.ended == {channel.endpoints[1].process}
-    watching.reset()
+    watching.close()
 
 
 def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Liveness]) -> None:
@@ -159,7 +157,7 @@ def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Live
     until(lambda: accusing.channel.answer() or not accusing.ended)
     answering.join()
     assert not accusing._sent
-    accusing.reset()
+    accusing.close()
 
 
 def test_ranks_that_shrink_a_group_or_destroy_what_is_destroyed_here_wait_for_nobody_who_leaves() -> None:

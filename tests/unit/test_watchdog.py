@@ -54,7 +54,7 @@ def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdo
     watchdog._take_report({"report": found})
     assert watchdog.reports.find(collective) == found
     assert watchdog.reports.reporter("0", RANK, {}) == 0
-    watchdog.reset()
+    watchdog.renumber([])
     assert watchdog.reports.find(collective) is None
     assert watchdog.reports.reporter("0", RANK, {}) is None
     assert not watchdog.reports.was_swept("0")

@@ -158,7 +158,7 @@ def make_default_group(
     """
     before = hooks.reproducible
     for each in watchdog.RUNNING:
-        each.reset()
+        each.renumber([])
     first = next(iter(backends.values()))
     ranks = range(first.size)
     group = factory.make(ranks, backends, config, name, "default_pg", timeout, device, is_default=True)

@@ -112,7 +112,7 @@ class Channel:
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
         self.numbering = ""  # the same on ranks that count the ranks alike
-        self._reserve = deque([datagram_socket()])  # there may be no descriptor left for a question
+        self._idle = deque([datagram_socket()])  # for questions, one at least: there may be no descriptor left for it
 
     # -- who is where --------------------------------------------------------------------------------
 
@@ -125,11 +125,6 @@ class Channel:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
         self.left_out += [each for rank, each in self.endpoints.items() if rank not in remaining]
         self._set({new: self.endpoints[old] for new, old in enumerate(remaining) if old in self.endpoints})
-
-    def reset(self) -> None:
-        """Take note that the world's ranks are about to get other numbers: nobody is in it until ``learn``."""
-        self.left_out += self.endpoints.values()
-        self._set({})
 
     def _set(self, endpoints: Mapping[int, Endpoint]) -> None:
         self.endpoints = Endpoints(endpoints)
@@ -329,18 +324,14 @@ class Channel:
 
         def is_found() -> bool:
             with suppress(OSError, IndexError):  # another thread was quicker
-                found.append(self._reserve.pop() if self._reserve else datagram_socket())
+                found.append(self._idle.pop() if self._idle else datagram_socket())
             return bool(found)
 
         wait_until(is_found, seconds)
         try:
             yield next(iter(found), None)
         finally:
-            if self._reserve:
-                for each in found:
-                    each.close()
-            else:
-                self._reserve += found
+            self._idle += found
 
     def _note(self, sender: Endpoint | None) -> None:
         """Take note that something authentic has come from a process, if it is one of the job's."""
@@ -351,5 +342,5 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
         self.listener.close()
-        for each in self._reserve:
+        for each in self._idle:
             each.close()

@@ -110,7 +110,7 @@ class Liveness:
         self.left: set[Process] = set()  # processes that make no more calls, and wait for the others at the end
         self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
         self._sent: set[Process] = set()  # what was sent to the other ranks
-        self._connections: dict[int, list[Connection]] = {}
+        self._connections: dict[Endpoint, list[Connection]] = {}
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
         channel.register("hello", lambda message: channel.send([message["from"]], "here"))
@@ -133,21 +133,12 @@ class Liveness:
 
     def ended_ranks(self) -> list[int]:
         """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
-        gone = self.ended_peers()
-        if self.ended:
-            gone += [
-                rank for rank in self.channel.endpoints.of_processes(self.ended) if rank not in self.channel.node_peers
-            ]
-        return gone
-
-    def ended_peers(self) -> list[int]:
-        """Return the ranks of this node that have ended."""
-        return [rank for rank, each in self.channel.node_peers.items() if self.has_ended(each)]
-
-    def lacks(self, ranks: Iterable[int]) -> bool:
-        """Tell whether any of some ranks is known to have ended, so that their calls cannot."""
-        gone = self.ended_ranks()
-        return bool(gone) and not set(gone).isdisjoint(ranks)
+        peers = self.channel.node_peers
+        elsewhere = self.channel.endpoints.of_processes(self.ended) if self.ended else []
+        return [
+            *(rank for rank, each in peers.items() if self.has_ended(each)),
+            *(rank for rank in elsewhere if rank not in peers),
+        ]
 
     def any_ended(self) -> bool:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
@@ -222,7 +213,7 @@ class Liveness:
         if len(channel.node_peers) == len(channel.endpoints):
             return
         peers = list(channel.node_peers.values())
-        gone = {channel.node_peers[rank].process for rank in self.ended_peers()} - self._sent
+        gone = {each.process for each in peers if self.has_ended(each)} - self._sent
         if not gone:
             return
         sender = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
@@ -240,32 +231,29 @@ class Liveness:
         made_from = (channel.rank, channel.changes, *gone)
         if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
             self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
-        connections, endpoints = self._connections, channel.endpoints  # another thread may renumber the ranks meanwhile
-        watched = [rank for rank in self._ring[1] if rank in endpoints]
-        for rank in [rank for rank in connections if rank not in watched]:
-            disconnect(connections, rank)
-        for rank in watched:
-            endpoint = endpoints[rank]
-            if rank not in connections:
+        endpoints = channel.endpoints  # another thread may renumber the ranks meanwhile
+        watched = [endpoints[rank] for rank in self._ring[1] if rank in endpoints]
+        self._keep(watched)
+        for endpoint in watched:
+            if endpoint not in self._connections:
                 with suppress(OSError):  # no descriptor is left; the next look tries again
-                    connections[rank] = [Connection(target) for target in channel.stream_targets(endpoint)]
-            proofs = [each.is_proof() for each in connections.get(rank, ())]  # each is looked at
+                    targets = channel.stream_targets(endpoint)
+                    self._connections[endpoint] = [Connection(target) for target in targets]
+            proofs = [each.is_proof() for each in self._connections.get(endpoint, ())]  # each is looked at
             if any(proofs):
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
         if watched and not channel.has_received:
-            channel.send(watched, "hello")
+            channel.send(self._ring[1], "hello")
 
-    def reset(self) -> None:
-        """Close the connections: the ranks have other numbers, or this is a forked child."""
-        before, self._connections = self._connections, {}
-        for rank in list(before):
-            disconnect(before, rank)
+    def _keep(self, endpoints: list[Endpoint]) -> None:
+        """Close the connections to all processes but some."""
+        for each in self._connections.keys() - set(endpoints):
+            for connection in self._connections.pop(each):
+                connection.close()
 
-
-def disconnect(connections: dict[int, list[Connection]], rank: int) -> None:
-    for each in connections.pop(rank):
-        each.close()
+    def close(self) -> None:
+        self._keep([])
 
 
 def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dict[Address, int]:

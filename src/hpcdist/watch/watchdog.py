@@ -85,7 +85,7 @@ class Watchdog:
         self._next_second = 0.0  # when what is done once a second is due
         self._failures: set[str] = set()  # of this thread, that were reported
         self._tracer: threading.Thread | None = None  # which writes a trace, or has written the last one
-        self._debug_socket: DebugSocket | None = None
+        self._debug_socket: DebugSocket  # from ``start`` on
         self.channel.note_failure = self._note_failure
         register = self.channel.register
         register("where", self._where)
@@ -108,10 +108,9 @@ class Watchdog:
         make its process look alive.
         """
         self.signals.remove()
-        self.liveness.reset()
+        self.liveness.close()
         self.channel.close()
-        if self._debug_socket is not None:
-            self._debug_socket.close()
+        self._debug_socket.close()
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -139,9 +138,7 @@ class Watchdog:
 
     def _take_in(self, seconds: float) -> None:
         """Wait for what comes from outside, and deal with it."""
-        debug_socket = self._debug_socket
-        assert debug_socket is not None
-        began = time.monotonic()
+        debug_socket, began = self._debug_socket, time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
             self.calls.forgive(late)
@@ -283,23 +280,17 @@ class Watchdog:
         others = [rank for rank in ranks if rank != self.rank]
         return self.channel.ask(others, "where", seconds, group=group, **more)
 
-    def reset(self) -> None:
-        """Take note that the world's ranks are about to get other numbers, by ``watch``."""
-        self.channel.reset()
-        self._forget()
-
     def renumber(self, remaining: list[int]) -> None:
-        """Take note that the world's ranks have other numbers: ``remaining`` are their numbers until now."""
-        self.channel.renumber(remaining)
-        self._forget()
-        self.channel.rank = remaining.index(self.rank)
-        logs.ORIGIN.rank, logs.ORIGIN.size = self.rank, len(remaining)
+        """Take note that the world's ranks have other numbers: ``remaining`` are their numbers until now.
 
-    def _forget(self) -> None:
-        """Forget what was found out about ranks and groups: the next ones have their numbers and names."""
-        self.liveness.reset()
-        self.reports = Reports()
+        If none remain, ``watch`` gives them their numbers.
+        """
+        self.channel.renumber(remaining)
+        self.reports = Reports()  # the next groups and calls have the same names and numbers
         self._given_up.clear()
+        if remaining:
+            self.channel.rank = remaining.index(self.rank)
+            logs.ORIGIN.rank, logs.ORIGIN.size = self.rank, len(remaining)
 
     def dump_if_due(self, seconds: float = TRACE_SECONDS) -> None:
         """Write the trace that other ranks have asked for, once for all their questions."""
@@ -360,9 +351,9 @@ class Watchdog:
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
-        if seconds >= ENDED_SECONDS and self.liveness.lacks(each.group.ranks):
-            return min(each.timeout, ENDED_SECONDS)
-        return each.timeout
+        if seconds < ENDED_SECONDS or set(self.liveness.ended_ranks()).isdisjoint(each.group.ranks):
+            return each.timeout
+        return min(each.timeout, ENDED_SECONDS)
 
     def _advance(self, each: UnderWay, now: float) -> None:
         """Take a call one step further if it is overdue: end it for what another rank has found out, or ask."""
@@ -555,8 +546,8 @@ def watch(group: Group) -> Watchdog:
     if rank == 0 and secret and not RUNNING:
         watchdog.say(f"python -m hpcdist debug {own.host}:{own.port}")
     if not RUNNING:
-        RUNNING.append(watchdog)
         watchdog.start()
+        RUNNING.append(watchdog)
     watchdog.signals.install()  # unless another thread has made the group; the main one may make the next
     hooks.explain = watchdog.explain
     extra = {"group": group.group_name}
