@@ -19,6 +19,7 @@ import json
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,6 +98,28 @@ def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
     return [call for call in answer["calls"] if call["group"] == group and not call["message"]]
 
 
+# sentences about ranks, in which verbs follow their number
+DIFFER = "{who} {differ}: call #{number} of {label} is {words}"
+AHEAD = "{who} {have} done {title} or a call in its place; {they_are} {words}"
+ELSEWHERE = "{who} {have} not entered {title} of {label}; {they_are} {words}"
+SILENT = "{who} {have} not entered {title} of {label}; {words}"
+ENDED = "{who} {are} not in {title} of {label}; {words}"  # before the call, in it, or after it had given the call up
+UNKNOWN = "whether {who} {have} entered {title} of {label} is not known; {words}"
+INSIDE = "{who} {are} in it"
+VERBS = {
+    "have": ("has", "have"),
+    "are": ("is", "are"),
+    "they_are": ("it is", "they are"),
+    "differ": ("differs", "differ"),
+}
+
+
+def sentence(text: str, ranks: Sequence[int], call: dict[str, Any], words: str = "") -> str:
+    """Return one of the sentences above about ranks and a call."""
+    verbs = {name: forms[len(ranks) > 1] for name, forms in VERBS.items()}
+    return text.format(who=listed(ranks), title=title(call), words=words, **call, **verbs)
+
+
 def compose(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
@@ -104,69 +127,39 @@ def compose(
 
     ``mine`` is this rank's call, as ``described``; ``judge`` returns why a rank gave no answer.
     """
-    group, name = mine["group"], title(mine)
+    group = mine["group"]
     if mine["message"]:
         return compose_message(mine, me, ranks, answers, judge)
     inside, shapes = [me], {(str(mine["shape"]), mine["dtype"]): [me]}
-    absent: dict[str, list[int]] = {}
-    differing: dict[str, list[int]] = {}
-    ahead: dict[str, list[int]] = {}
-    silent = []
-    for rank in ranks:
-        if rank == me:
-            continue
-        if (answer := answers.get(rank)) is None:
-            silent.append(rank)
-            continue
+    found: dict[str, dict[str, list[int]]] = {text: defaultdict(list) for text in (DIFFER, AHEAD, ELSEWHERE)}
+    for rank, answer in ((each, answers[each]) for each in ranks if each in answers and each != me):
         same = next((call for call in collectives(answer, group) if call["number"] == mine["number"]), None)
         if same is not None and same["name"] == mine["name"]:
             inside.append(rank)
             shapes.setdefault((str(same["shape"]), same["dtype"]), []).append(rank)
         elif same is not None:
-            differing.setdefault(f"{same['name']} there, {same['where']}", []).append(rank)
-        elif answer["entered"] is not None and answer["entered"] >= mine["number"]:
-            ahead.setdefault(place(answer, group), []).append(rank)
+            found[DIFFER][f"{same['name']} there, {same['where']}"].append(rank)
         else:
-            absent.setdefault(place(answer, group), []).append(rank)
-    lines = []
-    for other, who in differing.items():
-        differ = "differs" if len(who) == 1 else "differ"
-        lines.append(f"{listed(who)} {differ}: call #{mine['number']} of {mine['label']} is {other}")
-    for where, who in ahead.items():
-        have, they = verbs(who)
-        lines.append(f"{listed(who)} {have} done {name} or a call in its place; {they} {where}")
-    for where, missing in [*absent.items(), *by_reason(silent, judge).items()]:
-        have, they = verbs(missing)
-        if is_unknown(where):
-            lines.append(f"whether {listed(missing)} {have} entered {name} of {mine['label']} is not known; {where}")
-            continue
-        if where.startswith(PROCESS_STATES[""]):  # before the call, in it, or after it had given the call up
-            lines.append(
-                f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not in {name} of {mine['label']}; {where}"
-            )
-            continue
-        said = f"{they} {where}" if where.startswith(("in ", "not in", "leaving")) else where
-        lines.append(f"{listed(missing)} {have} not entered {name} of {mine['label']}; {said}")
+            is_ahead = answer["entered"] is not None and answer["entered"] >= mine["number"]
+            found[AHEAD if is_ahead else ELSEWHERE][place(answer, group)].append(rank)
+    lines = [sentence(text, who, mine, words) for text, places in found.items() for words, who in places.items()]
+    for reason, who in by_reason([rank for rank in ranks if rank not in answers and rank != me], judge).items():
+        has_ended = reason.startswith(PROCESS_STATES[""])
+        lines.append(sentence(UNKNOWN if is_unknown(reason) else ENDED if has_ended else SILENT, who, mine, reason))
     if len(shapes) > 1:
         several = [f"{listed(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
         more = [f"and {len(several) - SEVERAL} other kinds"] if len(several) > SEVERAL else []
         lines.append(f"the tensors differ: {'; '.join([*several[:SEVERAL], *more])}")
-    return [*shortened(lines), f"{listed(inside)} {'is' if len(inside) == 1 else 'are'} in it"]
-
-
-def verbs(ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the verbs of a sentence about ranks: what they have done, and where they are."""
-    return ("has", "it is") if len(ranks) == 1 else ("have", "they are")
+    return [*shortened(lines), sentence(INSIDE, inside, mine)]
 
 
 def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, list[int]]:
     """Return the ranks that gave no answer by the reason; which process it is goes if there are many reasons."""
-    reasons = {rank: judge(rank) for rank in silent}
-    if len(set(reasons.values())) > SEVERAL:
-        reasons = {rank: PROCESS.sub("", reason) for rank, reason in reasons.items()}
-    found: dict[str, list[int]] = {}
-    for rank, reason in reasons.items():
-        found.setdefault(reason, []).append(rank)
+    reasons = [judge(rank) for rank in silent]
+    has_many = len(set(reasons)) > SEVERAL
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank, reason in zip(silent, reasons, strict=True):
+        found[PROCESS.sub("", reason) if has_many else reason].append(rank)
     return found
 
 
@@ -180,16 +173,14 @@ def compose_message(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
     """Return the lines that say where the other side of a message is, or everyone who might be."""
-    lines: dict[str, list[int]] = {}
-    silent = []
-    for rank in [mine["peer"]] if mine["peer"] is not None else [each for each in ranks if each != me]:
-        if rank == me:
-            lines.setdefault("is this rank itself, which waits", []).append(rank)
-        elif rank in answers:
-            lines.setdefault(f"is {place(answers[rank], mine['group'])}", []).append(rank)
-        else:
-            silent.append(rank)
-    for reason, who in by_reason(silent, judge).items():
+    lines: dict[str, list[int]] = defaultdict(list)
+    others = [mine["peer"]] if mine["peer"] is not None else [each for each in ranks if each != me]
+    if me in others:
+        lines["is this rank itself, which waits"].append(me)
+    for rank in others:
+        if rank in answers and rank != me:
+            lines[f"is {place(answers[rank], mine['group'])}"].append(rank)
+    for reason, who in by_reason([each for each in others if each not in answers and each != me], judge).items():
         lines[f"{'may not have' if is_unknown(reason) else 'has not'} met it; {reason}"] = who
     return shortened([f"{listed(ranks)} {where}" for where, ranks in lines.items()])
 

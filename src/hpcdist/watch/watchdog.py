@@ -189,17 +189,15 @@ class Watchdog:
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
         """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
-        found, self._found = self._found, []
+        found, self._found = set(map(id, self._found)), []
         if not is_pythons(signal.getsignal(signal.SIGINT)):
             return
         for each in calls:
-            is_same = any(each.record is record for record in found) and not each.in_background
-            can_end = not each.backend.ends_waits and self._watched(each).state is not State.ENDING
-            if is_same and can_end and each.thread == threading.main_thread().ident:
-                mine = report.described(each, SIGINT_SECONDS, calls_under_way.line_in(each.thread))
+            is_main = not each.in_background and each.thread == threading.main_thread().ident
+            if is_main and id(each.record) in found and not each.backend.ends_waits:
+                mine = self._described(each)
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
-                self.say(text)
-                self._end(each, mine, text, False)
+                self.end_call(each, text)
 
     def end_call(self, each: UnderWay, reason: str) -> None:
         """Report why a call is ended, and begin to end it, if that has not begun."""
