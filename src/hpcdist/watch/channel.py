@@ -75,7 +75,6 @@ class Relayed:
     reply: Reply  # to whom the answers go
     wanted: list[int]  # the ranks whose answers were still missing there, when it was last asked
     until: float = 0.0  # when nobody is interested any more
-    is_returned: bool = False  # whether all answers were sent there
 
 
 class Channel:
@@ -170,10 +169,6 @@ class Channel:
                 self._take(data, address)
             except Exception as error:  # whatever a message holds, this thread goes on
                 self.note_failure(error)
-        for each in list(self._relayed.values()):
-            if each.question.is_answered and not each.is_returned:
-                each.is_returned = True
-                self._return(each)
 
     def _take(self, data: bytes, address: Any) -> None:
         """Handle what has come, if it is a message of this job's."""
@@ -181,6 +176,8 @@ class Channel:
         if key is None:
             for each in self._relayed.values():
                 if self._take_answer(each.question, data):
+                    if each.question.is_answered:
+                        self._return(each)
                     return
             return
         head = data[TAG_BYTES : TAG_BYTES + HEAD.size]

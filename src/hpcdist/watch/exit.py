@@ -26,7 +26,6 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING
-from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
@@ -177,29 +176,32 @@ class Observer:
         self.began = time.monotonic()
 
     def look(self, states: ExitStates) -> Look:
-        """Ask the others, and return what is seen."""
-        channel, liveness = self.watchdog.channel, self.watchdog.liveness
-        asked = self._asked(states)
-        may_arrive = time.monotonic() - self.began < ARRIVAL_SECONDS
-        waits, silent = waiting_for(self.watchdog, asked, may_arrive)
+        """Ask the others, also those that the world was shrunk by, and return what is seen."""
+        channel, liveness, me = self.watchdog.channel, self.watchdog.liveness, self.watchdog.rank
+        may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
+        asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
+        left_out = {number: each for number, each in enumerate(channel.left_out) if each.process not in liveness.left}
+        answers = self.watchdog.ask(list(asked), "", ANSWER_SECONDS, left=own)
+        others_answers = channel.ask_endpoints(left_out, "where", ANSWER_SECONDS, group="", left=own)
+        waits = {
+            (rank, call["group"], call["number"]): (
+                f"rank {rank} waits for it in {report.title(call)} on {call['label']}, {call['where']}"
+            )
+            for rank, answer in answers.items()
+            for call in answer["calls"]
+            if call["has_asker"] and needs(call, me, may_arrive)
+        }
         stopped = liveness.stopped()
         stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
-        for each in [*(channel.endpoints[rank] for rank in silent), *self._silent_left_out()]:
-            # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-            may_answer = channel.has_received or channel.sees(each)
-            if may_answer and each not in stopped and not liveness.has_ended(each):
-                stuck.append(f"process {each.pid} on {each.host} does not answer")
+        for endpoints, given in ((asked, answers), (left_out, others_answers)):
+            liveness.left.update(endpoints[number].process for number, answer in given.items() if answer["left"])
+            for each in (endpoint for number, endpoint in endpoints.items() if number not in given):
+                # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+                may_answer = channel.has_received or channel.sees(each)
+                if may_answer and each not in stopped and not liveness.has_ended(each):
+                    stuck.append(f"process {each.pid} on {each.host} does not answer")
         lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
         return Look(waits, stuck, lacks_one, bool(self._others()))
-
-    def _silent_left_out(self) -> list[Endpoint]:
-        """Return the endpoints of ranks that the world was shrunk by, that have not left, and that do not answer."""
-        channel, left = self.watchdog.channel, self.watchdog.liveness.left
-        asked = {i: each for i, each in enumerate(channel.left_out) if each.process not in left}
-        own = channel.own.process
-        answers = channel.ask_endpoints(asked, "where", ANSWER_SECONDS, group="", left=own)
-        left.update(asked[i].process for i, answer in answers.items() if answer["left"])
-        return [each for i, each in asked.items() if i not in answers]
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""
@@ -314,25 +316,11 @@ def is_stuck() -> bool:
     return not wait_until(lambda: all(queue.running is None for queue in queues), QUEUE_SECONDS)
 
 
-def waiting_for(watchdog: Watchdog, ranks: list[int], may_arrive: bool = False) -> tuple[dict[CallKey, str], list[int]]:
-    """Ask ranks, and return their calls that cannot end without this one, and the ranks that gave no answer.
+def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
+    """Tell whether another rank's call cannot end, now that this rank makes no more calls.
 
     ``may_arrive`` says whether messages that this rank has sent may still be under way.
     """
-    found = {}
-    answers = watchdog.ask(ranks, "", ANSWER_SECONDS, left=watchdog.channel.own.process)
-    for rank, answer in answers.items():
-        if answer["left"]:
-            watchdog.liveness.left.add(watchdog.channel.endpoints[rank].process)
-        for call in answer["calls"]:
-            if call["has_asker"] and needs(call, watchdog.rank, may_arrive):
-                where = f"{report.title(call)} on {call['label']}, {call['where']}"
-                found[rank, call["group"], call["number"]] = f"rank {rank} waits for it in {where}"
-    return found, [rank for rank in ranks if rank not in answers]
-
-
-def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
-    """Tell whether another rank's call cannot end, now that this rank makes no more calls."""
     group = WORLD.groups.get(call["group"])
     if call["message"]:
         may_come = may_arrive and "recv" in call["name"]
