@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.core.journal import MESSAGES
 from hpcdist.core.printing import aligned_text, sized
-from hpcdist.watch.timing import COLLECTIVE, WAIT, TimedCall
+from hpcdist.watch.timing import COLLECTIVE, TimedCall
 
 COLUMNS = ("call", "calls", "bytes", "time s", "share", "median µs", "waiting s", "where")
 RANK_COLUMNS = ("rank", "host", "in calls s", "share", "waiting s", "last in", "made wait s")
@@ -105,7 +105,7 @@ class Timeline:
         found: dict[tuple[bool, str, str], list[tuple[TimedCall, int]]] = defaultdict(list)
         for rank, calls in enumerate(self.calls):
             for place, call in enumerate(calls):
-                found[call.is_async, name_of(call), call.where].append((call, self.waits.get((rank, place), 0)))
+                found[call.is_async, call.title, call.where].append((call, self.waits.get((rank, place), 0)))
         made = []
         for (is_async, name, where), pairs in found.items():
             times = [call.end - call.begin for call, _ in pairs]
@@ -164,7 +164,7 @@ class Timeline:
                     "pid": rank,
                     "tid": threads.setdefault(call.thread, len(threads)),
                     "cat": call.kind,
-                    "name": name_of(call),
+                    "name": call.title,
                 }
                 args: dict[str, Any] = {"group": call.group, "number": call.number, "bytes": call.nbytes}
                 args["where"] = call.where
@@ -196,8 +196,3 @@ def aligned(share: Share, first: int, last: int) -> tuple[int, int, list[TimedCa
 
     calls = [call._replace(begin=moved(call.begin), end=moved(call.end)) for call in share.calls]
     return moved(share.begin), moved(share.end), calls
-
-
-def name_of(call: TimedCall) -> str:
-    """Return what a call is called in the table and the trace."""
-    return f"wait({call.name})" if call.kind == WAIT else call.name

@@ -13,7 +13,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, timing
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.report import label
-from hpcdist.watch.timing import WAIT, TimedCall
+from hpcdist.watch.timing import TimedCall
 
 LEASE_SECONDS = 10.0  # how long calls are timed after the last question
 FRAMES, ROWS, ENDPOINTS = 25, 20, 80  # as many as fit into a datagram
@@ -56,8 +56,7 @@ class Inspection:
             self._tallies = {}
 
     def _tally(self, call: TimedCall) -> None:
-        name = f"wait({call.name})" if call.kind == WAIT else call.name
-        numbers = self._tallies.setdefault((name, call.where, call.is_async), [0, 0, 0, 0])
+        numbers = self._tallies.setdefault((call.title, call.where, call.is_async), [0, 0, 0, 0])
         numbers[0] += 1
         numbers[1] += call.nbytes
         numbers[2] += call.end - call.begin

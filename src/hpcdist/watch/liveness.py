@@ -200,27 +200,22 @@ class Liveness:
     def look(self) -> None:
         """Look at the connections to the next node, and send the other ranks which processes have ended.
 
-        Those of this node are sent to the other nodes by its lowest rank that is neither gone nor stopped; one of
-        another node, to all, by the rank that saw it.
+        Those of this node are sent by its lowest rank that is neither gone nor stopped, if there are other nodes; one
+        of another node by the rank that saw it.
         """
         self._look_at_next_node()
-        channel = self.channel
-        if found := self._found - self._sent:
-            self._sent |= found
-            accused = [rank for rank, each in channel.endpoints.items() if each.process in found]
-            channel.send(accused, "ended", processes=sorted(found))  # a process that gets it lives, and answers
-            self._send_to_others("ended", self.living(), processes=sorted(found))
-        if len(channel.node_peers) == len(channel.endpoints):
-            return
-        peers = list(channel.node_peers.values())
-        gone = {each.process for each in peers if self.has_ended(each)} - self._sent
-        if not gone:
-            return
-        sender = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None)
-        if sender is not None and sender.pid == channel.own.pid:
-            self._sent |= gone
-            elsewhere = [rank for rank in channel.endpoints if rank not in channel.node_peers]
-            self._send_to_others("ended", elsewhere, processes=sorted(gone))
+        channel, peers = self.channel, list(self.channel.node_peers.values())
+        news = self._found - self._sent
+        if len(peers) < len(channel.endpoints):
+            gone = {each.process for each in peers if self.has_ended(each)} - self._sent
+            first = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None) if gone else None
+            if first is not None and first.pid == channel.own.pid:
+                news |= gone
+        if news:
+            self._sent |= news
+            # a process that gets it lives, and answers
+            channel.send(channel.endpoints.of_processes(news), "ended", processes=sorted(news))
+            self._send_to_others("ended", self.living(), processes=sorted(news))
 
     def _send_to_others(self, kind: str, ranks: Iterable[int], **content: Any) -> None:
         others = [rank for rank in ranks if rank != self.channel.rank]

@@ -44,6 +44,11 @@ class TimedCall(NamedTuple):
     is_async: bool  # whether it went on after it had returned to the caller
     thread: int
 
+    @property
+    def title(self) -> str:
+        """What tables and traces call it."""
+        return f"wait({self.name})" if self.kind == WAIT else self.name
+
 
 Listener = Callable[[TimedCall], None]
 LISTENERS: list[Listener] = []
