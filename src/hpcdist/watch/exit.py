@@ -52,13 +52,10 @@ class Decision(Enum):
     ABORT = "abort the job"
 
 
-CallKey = tuple[int, str, int]  # rank, group and number
-
-
 class Look(NamedTuple):
     """What a rank that leaves sees of the others at one moment."""
 
-    waits: dict[CallKey, str]  # calls that cannot end without this rank
+    waits: dict[tuple[int, str, int], str]  # calls that cannot end without this rank, by rank, group and number
     stuck: list[str]  # processes that are stopped, or answer nobody and have neither left nor ended, in words
     lacks_one: bool  # whether a process has ended, or MPI knows that one died
     others_stay: bool  # whether another rank has neither ended nor left
@@ -71,8 +68,7 @@ class ExitStates:
         self.limit = limit  # the seconds for which stuck processes are waited for
         self.pause = FIRST_ASK  # seconds to the next look
         self.reason = ""  # why the job is to be aborted
-        self.suspects: set[CallKey] = set()  # calls that waited for this rank at the last look
-        self.lacks_one = False  # whether a process had ended at the last look
+        self.last = Look({}, [], False, True)
         self._moved = now  # when no process was stuck, last
         self._looked = now  # when the last look was
 
@@ -81,7 +77,7 @@ class ExitStates:
         if now - self._looked > LONGEST_LOOK:  # this process stood still: the job was suspended
             self._moved += now - self._looked
         self._looked = now
-        if lasting := [text for key, text in look.waits.items() if key in self.suspects]:
+        if lasting := [text for key, text in look.waits.items() if key in self.last.waits]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
             return Decision.END
         if not look.stuck:
@@ -89,9 +85,9 @@ class ExitStates:
         elif now - self._moved >= self.limit:
             self.reason = f"{'; '.join(look.stuck)}: the job cannot end, and is aborted"
             return Decision.ABORT
-        if look.lacks_one and self.lacks_one and not look.others_stay:  # it did not end just now, with all others
+        if look.lacks_one and self.last.lacks_one and not look.others_stay:  # it did not end just now, with all others
             return Decision.LEAVE
-        self.suspects, self.lacks_one = set(look.waits), look.lacks_one
+        self.last = look
         self.pause = min(LACKING_PAUSE if look.lacks_one else LONGEST_PAUSE, self.pause * (1 if look.waits else 2))
         return Decision.WAIT
 
@@ -216,12 +212,12 @@ class Observer:
         """
         others = self._others()
         is_first = self.watchdog.liveness.living()[:1] == [self.watchdog.rank]
-        if len(others) <= ASKED_AT_ONCE or (states.lacks_one and is_first):
+        if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and is_first):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
         turn = [*others, *others][start : start + ASKED_AT_ONCE]
-        return list({*turn, *(rank for rank, _, _ in states.suspects)})
+        return list({*turn, *(rank for rank, _, _ in states.last.waits)})
 
     def release_others(self) -> None:
         """Send the other ranks that all leave, if they are so many that they do not ask each other."""

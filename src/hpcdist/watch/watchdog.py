@@ -130,11 +130,11 @@ class Watchdog:
 
     def _note_failure(self, error: Exception) -> None:
         """Report what this thread's work has raised, each kind once; it goes on."""
-        text = "".join(format_exception(error))
-        where = format_exception(error)[-2:]
-        if len(self._failures) < FAILURES and str(where) not in self._failures:
-            self._failures.add(str(where))
-            self.say(explained(f"the watchdog goes on after an error of its own:\n{text}", "watchdog-error"))
+        lines = format_exception(error)
+        if len(self._failures) < FAILURES and (where := str(lines[-2:])) not in self._failures:
+            self._failures.add(where)
+            text = f"the watchdog goes on after an error of its own:\n{''.join(lines)}"
+            self.say(explained(text, "watchdog-error"))
 
     def _take_in(self, seconds: float) -> None:
         """Wait for what comes from outside, and deal with it."""
