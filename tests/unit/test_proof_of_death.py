@@ -28,6 +28,7 @@ FORKS = """
 import os, time
 from hpcdist.watch.watchdog import RUNNING, Watchdog
 RUNNING.append(Watchdog("", 0))
+RUNNING[0].start()
 if (child := os.fork()) == 0:
     os.close(1)
     time.sleep(600)

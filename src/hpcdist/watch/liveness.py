@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import socket
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from hpcdist.launch import addresses
@@ -253,26 +252,17 @@ class Liveness:
 
 def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dict[Address, int]:
     """Connect to addresses and return the error number of each: 0 for a connection, EINPROGRESS for silence."""
+
+    def connect(target: Address) -> int:
+        try:
+            socket.create_connection(target, seconds).close()
+        except OSError as error:
+            return error.errno or errno.EINPROGRESS
+        return 0
+
     several = list(dict.fromkeys(targets))
-    found: dict[Address, int] = {}
-    for first in range(0, len(several), AT_ONCE):  # each takes a descriptor
-        begun, poll = {}, select.poll()
-        with ExitStack() as sockets:
-            for target in several[first : first + AT_ONCE]:
-                made = socket.socket(addresses.family_of(target[0]), socket.SOCK_STREAM)
-                connection = sockets.enter_context(made)
-                connection.setblocking(False)
-                found[target] = connection.connect_ex(target)
-                if found[target] == errno.EINPROGRESS:
-                    begun[connection.fileno()] = connection, target
-                    poll.register(connection, select.POLLOUT)
-            deadline = time.monotonic() + seconds
-            while begun and (left := deadline - time.monotonic()) > 0:
-                for each, _ in poll.poll(left * 1000):
-                    connection, target = begun.pop(each)
-                    poll.unregister(each)
-                    found[target] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    return found
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # each takes a descriptor
+        return dict(zip(several, pool.map(connect, several), strict=True))
 
 
 class ProofOfDeath:
