@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -126,28 +127,24 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
     backend, others = pg.any_backend(), range(1, pg.size())
     came: set[int] = set()
 
-    def comes(rank: int) -> bool:
+    def is_here(rank: int, is_asked: bool) -> bool:
         while message := receive(backend, rank, deadline):
             if message.kind == Kind.HERE:
                 calls[rank] = message.call
                 came.add(rank)
-                return True
-        return False
-
-    def stays(rank: int) -> bool:
-        while message := receive(backend, rank, deadline):
-            if message.kind == Kind.HERE:  # the message before was of a call that it has left
-                calls[rank] = message.call
+                if not is_asked:
+                    return True
+                # the message before was of a call that it has left
                 send(backend, rank, Kind.ASKED, message.call, barrier)
-            elif message.kind == Kind.STAYS and message.barrier == barrier:
+            elif is_asked and message.kind == Kind.STAYS and message.barrier == barrier:
                 return True
         return False
 
-    missing = absent(comes, others, wait_all_ranks)
+    missing = absent(partial(is_here, is_asked=False), others, wait_all_ranks)
     if not missing:
         for rank in others:
             send(backend, rank, Kind.ASKED, calls[rank], barrier)
-        missing = absent(stays, others, wait_all_ranks)
+        missing = absent(partial(is_here, is_asked=True), others, wait_all_ranks)
     for rank in others:
         with suppress(DistBackendError):  # it has died
             if not missing:

@@ -101,7 +101,6 @@ class Channel:
         self.endpoints = Endpoints({})  # where all ranks listen, by rank
         self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
         self.left_out: list[Endpoint] = []  # of ranks that the world was shrunk by
-        self.changes = 0  # how often the endpoints have changed
         self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
@@ -110,7 +109,7 @@ class Channel:
         self._numbers, self._had = count(1), Numbers()
         self._sender = bytes.fromhex(self.own.sender)
         self._relayed: dict[str, Relayed] = {}  # by their tokens
-        self.numbering = ""  # the same on ranks that count the ranks alike
+        self.numbering = ""  # the same on ranks that count the ranks alike; another one once that has changed
         self._idle = deque([datagram_socket()])  # for questions, one at least: there may be no descriptor left for it
 
     # -- who is where --------------------------------------------------------------------------------
@@ -130,7 +129,6 @@ class Channel:
         self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
         numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
-        self.changes += 1
 
     def sees(self, endpoint: Endpoint) -> bool:
         """Tell whether a rank's process can be looked at from here."""

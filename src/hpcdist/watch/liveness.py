@@ -222,7 +222,7 @@ class Liveness:
 
     def _look_at_next_node(self) -> None:
         channel, gone = self.channel, self.ended_ranks()
-        made_from = (channel.rank, channel.changes, *gone)
+        made_from = (channel.rank, channel.numbering, *gone)
         if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
             self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
         endpoints = channel.endpoints  # another thread may renumber the ranks meanwhile

@@ -243,13 +243,15 @@ class Report(NamedTuple):
 
 
 class Reports:
-    """Who has asked this rank about what, and the reports that have come."""
+    """Who has asked this rank about what, and the reports that have come; about a message, None, nothing has."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._askers: dict[Collective, tuple[int, float]] = {}  # the lowest rank that asked, and until when it may take
+        self._askers: dict[
+            Collective | None, tuple[int, float]
+        ] = {}  # the lowest rank that asked, and until when it may take
         self._swept: dict[str, float] = {}  # by group: when all its ranks were last asked for their traces
-        self._reports: dict[Collective, tuple[Report, float]] = {}
+        self._reports: dict[Collective | None, tuple[Report, float]] = {}
 
     def note_asker(self, collective: Collective, rank: int, size: int) -> None:
         """Take note that a rank asks about a call on a group of so many."""
@@ -266,19 +268,19 @@ class Reports:
         """Tell whether all ranks of a group have just written their traces."""
         return self._clock() - self._swept.get(group, -math.inf) < FRESH_SECONDS
 
-    def asker(self, collective: Collective) -> int | None:
+    def asker(self, collective: Collective | None) -> int | None:
         """Return the lowest rank that asks about a call, as long as its report may come."""
         rank, until = self._askers.get(collective, (None, -math.inf))
         return rank if self._clock() < until else None
 
     def turn(self, collective: Collective | None, rank: int, since: float) -> float:
         """Return the moment from which a rank of the group may ask about a call that it was to ask about since one."""
-        until = -math.inf if collective is None else self._askers.get(collective, (None, -math.inf))[1]
+        _, until = self._askers.get(collective, (None, -math.inf))
         return max(since, until) + TURN_SECONDS * math.log2(1 + rank)
 
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
         """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
-        askers = [self.asker(collective) for collective in list(self._askers) if collective.group == group]
+        askers = [self.asker(each) for each in list(self._askers) if each is not None and each.group == group]
         found = {asker for asker in askers if asker is not None and asker < rank}
         for other, answer in answers.items():
             states = {call["state"] for call in collectives(answer, group)}
@@ -289,7 +291,7 @@ class Reports:
     def add(self, report: Report) -> None:
         remember(self._reports, report.collective, (report, self._clock()))
 
-    def find(self, collective: Collective, age: float = FRESH_SECONDS) -> Report | None:
+    def find(self, collective: Collective | None, age: float = FRESH_SECONDS) -> Report | None:
         """Return the report on a call, unless it is old."""
         report, when = self._reports.get(collective, (None, -math.inf))
         return report if self._clock() - when < age else None

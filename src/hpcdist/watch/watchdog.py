@@ -358,8 +358,7 @@ class Watchdog:
         watched, collective = self._watched(each), Collective.of(each)
         if not watched.is_due(now, self._limit(each, now - watched.first_seen)):
             return
-        found = None if collective is None else self.reports.find(collective)
-        if found is not None:
+        if (found := self.reports.find(collective)) is not None:
             self._end_as_reported(each, found)
         elif now >= self.reports.turn(collective, each.group.rank(), watched.since):
             watched.state = State.ASKING
@@ -382,7 +381,7 @@ class Watchdog:
         if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
             watched.state = State.RUNNING
             return
-        asker = None if collective is None else self.reports.asker(collective)
+        asker = self.reports.asker(collective)
         if asker is not None and asker < self.rank:
             watched.make_due(time.monotonic())
             return
