@@ -6,7 +6,7 @@ taken to drift evenly.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -69,34 +69,31 @@ class Timeline:
         self.calls = [
             [call._replace(begin=call.begin - zero, end=call.end - zero) for call in calls] for _, _, calls in moved
         ]
-        self.waits, self._last, self._made_wait = self._find_waits()
+        self.waits: dict[tuple[int, int], int] = {}  # what each call waited, by rank and place
+        # by rank: how often it was last, what others waited for it then, and what it waited for others
+        self._last, self._made_wait, self._waited = Counter[int](), Counter[int](), Counter[int]()
+        self._find_waits()
 
-    def _find_waits(self) -> tuple[dict[tuple[int, int], int], dict[int, int], dict[int, int]]:
-        """Return what each call waited, by rank and place; by rank how often it was last, and what others waited then.
-
-        A collective is one of a group, as its name and ranks say, and of a number.
-        """
+    def _find_waits(self) -> None:
+        """Find who waited for whom. A collective is one of a group, as its name and ranks say, and of a number."""
         entered: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
         for rank, calls in enumerate(self.calls):
             groups = self.shares[rank].groups
             for place, call in enumerate(calls):
                 if call.kind == COLLECTIVE:
                     entered[call.group, groups.get(call.group), call.number].append((rank, place))
-        waits: dict[tuple[int, int], int] = {}
-        last: dict[int, int] = defaultdict(int)
-        made_wait: dict[int, int] = defaultdict(int)
         for places in entered.values():
             if len(places) < 2:
                 continue
             late = max(places, key=lambda each: self.calls[each[0]][each[1]].begin)
             moment = self.calls[late[0]][late[1]].begin
-            last[late[0]] += 1
+            self._last[late[0]] += 1
             for rank, place in places:
                 call = self.calls[rank][place]
                 if not call.is_async and (rank, place) != late:
-                    waits[rank, place] = wait = max(0, min(moment, call.end) - call.begin)
-                    made_wait[late[0]] += wait
-        return waits, last, made_wait
+                    self.waits[rank, place] = wait = max(0, min(moment, call.end) - call.begin)
+                    self._made_wait[late[0]] += wait
+                    self._waited[rank] += wait
 
     def rows(self) -> list[Row]:
         """Return the rows of the summary, the longest first, those that block before asynchronous ones."""
@@ -120,10 +117,9 @@ class Timeline:
         made = []
         for rank, calls in enumerate(self.calls):
             seconds = sum(call.end - call.begin for call in calls if not call.is_async) / 1e9
-            waiting = sum(wait for (who, _), wait in self.waits.items() if who == rank) / 1e9
-            late, cost = self._last[rank], self._made_wait[rank] / 1e9
-            share = seconds / self.seconds
-            made.append(RankRow(rank, self.shares[rank].host, seconds, share, waiting, late, cost))
+            waiting, made_wait = self._waited[rank] / 1e9, self._made_wait[rank] / 1e9
+            host, share = self.shares[rank].host, seconds / self.seconds
+            made.append(RankRow(rank, host, seconds, share, waiting, self._last[rank], made_wait))
         return made
 
     def table(self) -> str:
@@ -160,12 +156,8 @@ class Timeline:
             events.append({**about, "name": "process_name", "args": {"name": f"rank {rank} on {share.host}"}})
             events.append({**about, "name": "process_sort_index", "args": {"sort_index": rank}})
             for place, call in enumerate(calls):
-                where = {
-                    "pid": rank,
-                    "tid": threads.setdefault(call.thread, len(threads)),
-                    "cat": call.kind,
-                    "name": call.title,
-                }
+                tid = threads.setdefault(call.thread, len(threads))
+                where = {"pid": rank, "tid": tid, "cat": call.kind, "name": call.title}
                 args: dict[str, Any] = {"group": call.group, "number": call.number, "bytes": call.nbytes}
                 args["where"] = call.where
                 if call.peer is not None:
