@@ -30,19 +30,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def is_port(text: str) -> bool:
-    """Tell whether a text is the number of a port."""
     return text.isdecimal() and int(text) <= 65535
 
 
 def port(text: str) -> int:
-    """Read the number of a port."""
     if not is_port(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; expected a number from 0 to 65535")
     return int(text)
 
 
 def is_address(text: str) -> bool:
-    """Tell whether a text is HOST:PORT."""
     host, _, number = text.rpartition(":")
     return host != "" and is_port(number)
 

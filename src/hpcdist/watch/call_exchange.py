@@ -105,8 +105,7 @@ class CallExchange:
     def _answer(self, message: Message) -> Message:
         """Compare the calls of a rank of another node with this one's."""
         self._unanswered = 0
-        known = self._find(message["group"])
-        if known is None or not 0 <= message["rank"] < len(known[1]):
+        if (known := self._find(message["group"])) is None:
             return {}
         log, ranks = known
         self._take(log, ranks, message["rank"], message)
@@ -151,12 +150,11 @@ class CallExchange:
 
     def _kept(self, message: Message) -> Message:
         """Return what this rank keeps of its calls, and the words of one block."""
-        known, words = self._find(message["group"]), (b"", b"")
+        known, block = self._find(message["group"]), message["block"]
         if known is None:
             return {"starts": [], "whats": [], "sizes": []}
-        log, block = known[0], message["block"]
-        if block >= 0:
-            words = log.words(block)
+        log = known[0]
+        words = log.words(block) if block >= 0 else (b"", b"")
         whats, sizes = (memoryview(each).cast("q").tolist() for each in words)
         return {"starts": list(log.starts().items()), "whats": whats, "sizes": sizes}
 

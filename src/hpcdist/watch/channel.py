@@ -214,7 +214,7 @@ class Channel:
         if message["numbering"] != self.numbering:
             return
         relayed = self._relayed.get(message["token"])
-        ranks, has_begun = expanded(message["ranks"], len(self.endpoints)), relayed is not None
+        ranks, has_begun = expanded(message["ranks"]), relayed is not None
         if relayed is None:
             self._note(self.endpoints.get(message["message"]["from"]))
             asked = self._known(each for each in ranks if each != self.rank)

@@ -73,7 +73,6 @@ class ExitStates:
         self._looked = now  # when the last look was
 
     def decide(self, look: Look, now: float) -> Decision:
-        """Return what to do, given what is seen now."""
         if now - self._looked > LONGEST_LOOK:  # this process stood still: the job was suspended
             self._moved += now - self._looked
         self._looked = now
@@ -124,8 +123,7 @@ class ProcessExit:
                     failure = failure or str(error)
         watchdog.has_left = True
         membership = self.backend.membership
-        everyone_leaves = None if membership is None else membership.exit_barrier()
-        if membership is None or everyone_leaves is None:
+        if membership is None or (everyone_leaves := membership.exit_barrier()) is None:
             return
         states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
         while not wait_until(everyone_leaves, states.pause, longest=LONGEST_NAP):

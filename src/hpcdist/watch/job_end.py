@@ -96,7 +96,6 @@ class JobEnd:
             self._exits = time.monotonic(), ""
 
     def look(self, now: float) -> None:
-        """Exit if it is time to."""
         if self._exits is None and self._launcher and os.getppid() != self._launcher:
             self._exits = now + ORPHAN_SECONDS, f"the launcher (process {self._launcher}) has ended"
         if self._exits is None or now < self._exits[0]:

@@ -173,8 +173,7 @@ class Liveness:
 
     def _judge(self, message: Message) -> Message:
         peers = self.channel.node_peers
-        asked = expanded(message["ranks"], len(self.channel.endpoints))
-        return {"judged": [[rank, self.judge(rank)] for rank in asked if rank in peers]}
+        return {"judged": [[rank, self.judge(rank)] for rank in expanded(message["ranks"]) if rank in peers]}
 
     # -- what is found out and sent --------------------------------------------------------------------
 

@@ -46,12 +46,9 @@ def relay_seconds(count: int) -> float:
     return STEP_SECONDS * max(0, math.ceil(math.log(max(1, count), FAN)) - 1)
 
 
-def expanded(runs: Iterable[Iterable[int]], size: int) -> list[int]:
-    """Return ranks below ``size`` that are given as ascending runs."""
-    ranks: list[int] = []
-    for first, last in runs:
-        ranks += range(max(first, ranks[-1] + 1 if ranks else 0), min(last, size - 1) + 1)
-    return ranks
+def expanded(runs: Iterable[Iterable[int]]) -> list[int]:
+    """Return ranks that are given as runs."""
+    return [rank for first, last in runs for rank in range(first, last + 1)]
 
 
 def merged(answers: dict[int, Message]) -> list[Message]:
@@ -132,8 +129,7 @@ class Question:
         self._answered[rank] = now
         part, given = self._missing[rank], {rank: answer}
         if "answers" in answer:  # it was asked to relay the question
-            ranks = max(part) + 1
-            given = {each: one for one, runs in answer["answers"] for each in expanded(runs, ranks)}
+            given = {each: one for one, runs in answer["answers"] for each in expanded(runs)}
         taken = part & given.keys()
         self.answers |= {each: given[each] for each in taken}
         part.difference_update(taken)

@@ -149,7 +149,6 @@ def make_private(folder: str) -> None:
 def entry(
     call: CallRecord, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return one call as an entry of the trace."""
     name = NAMES.get(call.name) or (call.name if call.name in KNOWN else "barrier")  # the tool refuses other names
     given, received = sizes(call, group.rank(), group.size())
     dtype = str(call.dtype).removeprefix("torch.").capitalize() if call.dtype is not None else ""
