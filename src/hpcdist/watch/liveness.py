@@ -149,9 +149,8 @@ class Liveness:
 
     def stopped(self) -> list[Endpoint]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        channel = self.channel
-        here = [*channel.node_peers.values(), *(each for each in channel.left_out if channel.sees(each))]
-        return [each for each in here if self.state(each) in STOPPED]
+        everyone = [*self.channel.node_peers.values(), *self.channel.left_out]
+        return [each for each in everyone if self.channel.sees(each) and self.state(each) in STOPPED]
 
     def kill_stopped(self) -> None:
         """Kill the processes of the job that are stopped on this node."""

@@ -256,17 +256,16 @@ class Watchdog:
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if message.get("about"):
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
-        calls = []
-        for each in calls_under_way.under_way():
-            made = self._described(each)
-            calls.append({**made, "has_asker": asker in each.group.ranks, "state": self._watched(each).state.value})
-        calls += [{**made, "has_asker": False, "state": "reported"} for made in list(self._given_up)]
-        for made in calls:
-            made["seconds"] = round(made["seconds"])  # so that the answers of many ranks are equal
+        calls = [
+            {**self._described(each), "has_asker": asker in each.group.ranks, "state": self._watched(each).state.value}
+            for each in calls_under_way.under_way()
+        ]
+        calls += self._given_up
         endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
         return {
             "entered": None if group is None else group.journal.sequence,
-            "calls": calls,
+            # in whole seconds, so that the answers of many ranks are equal
+            "calls": [{**each, "seconds": round(each["seconds"])} for each in calls],
             "main": calls_under_way.line_in(),
             "leaving": self.leaving,
             "left": self.has_left,
@@ -441,7 +440,7 @@ class Watchdog:
         watched.state = State.ENDING
         if each.in_background:
             if end_in_background(each, reason, is_reported, self._attempt):
-                self._given_up.append(described)
+                self._given_up.append({**described, "has_asker": False, "state": State.ENDING.value})
             return
         watched.ways = end_blocked(each, reason, is_reported, self._attempt, partial(self.abort, each.backend))
         watched.next_at = time.monotonic()
