@@ -13,6 +13,7 @@ import time
 import pytest
 
 from hpcdist.launch import addresses
+from hpcdist.watch import liveness
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.liveness import AT_ONCE, ProofOfDeath, answers
 from tests.ports import free_port
@@ -44,7 +45,7 @@ def process():
         started.kill()
 
 
-def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
+def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process, monkeypatch):
     port = int(process.stdout.readline())
     refusing = free_port()
     channel = Channel(0)
@@ -64,6 +65,8 @@ def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process):
     process.wait()
     assert proof.ended(range(5)) == {1}
     assert proof.ended([0, 2]) == set()
+    monkeypatch.setattr(liveness, "answers", lambda targets: dict.fromkeys(targets, errno.EHOSTUNREACH))
+    assert proof.ended(range(5)) == set()
     channel.close()
 
 
