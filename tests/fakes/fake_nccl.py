@@ -1,14 +1,12 @@
 """Recording stand-in for nccl4py and ``torch.cuda``, on CPU memory.
 
 It has nccl4py's names and signatures (a test holds them against the real ones), refuses what NCCL refuses, and
-writes every call to a journal. If it is given a way to the other ranks it also carries the data, of CPU tensors and
-over MPI, so that the results of the calls can be looked at as well as their order.
+writes every call to a journal. It carries no data; the emulated GPUs do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import weakref
@@ -18,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from hpcdist.core import reduction
 
 JOURNAL: list[tuple[Any, ...]] = []
 
@@ -152,12 +148,6 @@ class CommShrinkFlag(IntEnum):
     ABORT = 1
 
 
-TAKEN = {
-    torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int32, torch.int64,
-    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint32, torch.uint64,
-}  # fmt: skip
-
-
 class UniqueId:
     def __init__(self, data: bytes = bytes(128)) -> None:
         self.data = data
@@ -192,7 +182,6 @@ CUSTOM_OPS: dict[int, CustomRedOp] = {}
 # -- nccl.core: groups -----------------------------------------------------------------------------------------
 
 DEPTH = 0
-HELD: list[tuple[Any, ...]] = []
 
 
 @contextlib.contextmanager
@@ -207,95 +196,9 @@ def group() -> Any:
         DEPTH -= 1
         if DEPTH == 0:
             JOURNAL.append(("group", "end"))
-            held = list(HELD)
-            HELD.clear()
-            play(held)
-
-
-class Wire:
-    """Tensors over MPI, as bytes: pickle knows no float8."""
-
-    def __init__(self, mpi: Any) -> None:
-        self.mpi = mpi
-
-    @staticmethod
-    def pack(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
-        return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().copy()
-
-    @staticmethod
-    def unpack(packed: tuple[torch.dtype, Any]) -> torch.Tensor:
-        return torch.from_numpy(packed[1]).view(packed[0])
-
-    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [self.unpack(each) for each in self.mpi.allgather(self.pack(tensor))]
-
-    def gather(self, tensor: torch.Tensor, root: int) -> list[torch.Tensor] | None:
-        got = self.mpi.gather(self.pack(tensor), root)
-        return None if got is None else [self.unpack(each) for each in got]
-
-    def bcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        return self.unpack(self.mpi.bcast(self.pack(tensor), root))
-
-    def scatter(self, tensors: list[torch.Tensor] | None, root: int) -> torch.Tensor:
-        return self.unpack(self.mpi.scatter(None if tensors is None else [self.pack(t) for t in tensors], root))
-
-    def alltoall(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.unpack(each) for each in self.mpi.alltoall([self.pack(t) for t in tensors])]
-
-    def isend(self, tensor: torch.Tensor, peer: int) -> Any:
-        return self.mpi.isend(self.pack(tensor), peer)
-
-    def recv(self, peer: int) -> torch.Tensor:
-        return self.unpack(self.mpi.recv(source=peer))
-
-
-UNFINISHED: list[Any] = []
-
-
-def play(held: list[tuple[Any, ...]]) -> None:
-    """Carry out calls that belong together: no order among sends and receives makes them wait."""
-    sent, received = [], []
-    for comm, name, args in held:
-        if comm.mpi is None:
-            continue
-        if name == "send":
-            sent.append(Wire(comm.mpi).isend(args[0], args[1]))
-        elif name == "recv":
-            received.append((comm, *args))
-        else:
-            getattr(comm, "_" + name)(*args)
-    for comm, tensor, peer in received:
-        tensor.copy_(Wire(comm.mpi).recv(peer).view(tensor.shape))
-    UNFINISHED.extend(sent)  # a send is buffered: on a GPU the host does not wait for it either
 
 
 # -- nccl.core: communicators ----------------------------------------------------------------------------------
-
-FIND: Any = None  # (ids, rank, size) -> an MPI communicator, or None to record only
-
-
-def combine(values: list[torch.Tensor], op: Any) -> torch.Tensor:
-    """Return what NCCL would, in rank order."""
-    dtype = values[0].dtype
-    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-    if dtype is torch.bool:
-        wide = torch.uint8
-    if dtype in (torch.uint32, torch.uint64):
-        wide = torch.int64
-    wides = [value.to(wide) for value in values]
-    if isinstance(op, CustomRedOp):
-        total = sum(each * op.factor for each in wides)
-    elif op in (NcclRedOp.SUM, NcclRedOp.AVG):
-        total = torch.stack(wides).sum(0).to(wide)
-        if op is NcclRedOp.AVG:
-            total = reduction.average(total, len(values))
-    elif op is NcclRedOp.PROD:
-        total = torch.stack(wides).prod(0)
-    else:
-        stacked = torch.stack(wides)
-        total = stacked.amax(0) if op is NcclRedOp.MAX else stacked.amin(0)
-    return total.to(dtype)
-
 
 COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
 
@@ -303,7 +206,6 @@ COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValu
 class Communicator:
     def __init__(self, ptr: int | None = None) -> None:
         self.is_valid = False
-        self.mpi: Any = None
         self.error = 0
         self.ptr = id(self)
         COMMUNICATORS[self.ptr] = self
@@ -314,50 +216,12 @@ class Communicator:
         ids = [unique_id] if isinstance(unique_id, UniqueId) else list(unique_id)
         JOURNAL.append(("init", nranks, rank, len(ids)))
         comm.nranks, comm.rank, comm.is_valid = nranks, rank, True
-        comm.ids = [bytes(each) for each in ids]
-        comm.mpi = FIND(comm.ids, rank, nranks) if FIND is not None else None
         return comm
-
-    def _allreduce(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
-        recvbuf.copy_(combine(Wire(self.mpi).allgather(sendbuf), op).view(recvbuf.shape))
-
-    def _broadcast(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        recvbuf.copy_(Wire(self.mpi).bcast(sendbuf, root).view(recvbuf.shape))
-
-    def _reduce(self, sendbuf: Any, recvbuf: Any, op: Any, root: int) -> None:
-        values = Wire(self.mpi).gather(sendbuf, root)
-        if values is not None:
-            recvbuf.copy_(combine(values, op).view(recvbuf.shape))
-
-    def _allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        recvbuf.copy_(torch.cat([each.reshape(-1) for each in Wire(self.mpi).allgather(sendbuf)]).view(recvbuf.shape))
-
-    def _reduce_scatter(self, sendbuf: Any, recvbuf: Any, op: Any) -> None:
-        total = combine([each.reshape(self.nranks, -1) for each in Wire(self.mpi).allgather(sendbuf)], op)
-        recvbuf.copy_(total[self.rank].view(recvbuf.shape))
-
-    def _alltoall(self, sendbuf: Any, recvbuf: Any) -> None:
-        got = Wire(self.mpi).alltoall(list(sendbuf.reshape(self.nranks, -1)))
-        recvbuf.copy_(torch.cat(got).view(recvbuf.shape))
-
-    def _gather(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        values = Wire(self.mpi).gather(sendbuf, root)
-        if values is not None:
-            recvbuf.copy_(torch.cat([each.reshape(-1) for each in values]).view(recvbuf.shape))
-
-    def _scatter(self, sendbuf: Any, recvbuf: Any, root: int) -> None:
-        values = list(sendbuf.reshape(self.nranks, -1)) if self.rank == root else None
-        recvbuf.copy_(Wire(self.mpi).scatter(values, root).view(recvbuf.shape))
 
     def create_pre_mul_sum(self, scalar: Any, datatype: Any = None) -> CustomRedOp:
         assert isinstance(scalar, np.ndarray)
         assert scalar.size == 1
-        dtype = {
-            NcclDataType.FLOAT16: torch.float16, NcclDataType.BFLOAT16: torch.bfloat16,
-            NcclDataType.FLOAT32: torch.float32, NcclDataType.FLOAT64: torch.float64,
-            NcclDataType.FLOAT8E4M3: torch.float8_e4m3fn, NcclDataType.FLOAT8E5M2: torch.float8_e5m2,
-        }[datatype]  # fmt: skip
-        factor = torch.from_numpy(scalar.copy()).view(dtype).to(torch.float64).item()
+        factor = torch.from_numpy(scalar.copy()).view(TYPES[datatype]).to(torch.float64).item()
         JOURNAL.append(("create_pre_mul_sum", factor, datatype.name))
         return CustomRedOp(factor)
 
@@ -367,12 +231,6 @@ class Communicator:
         child.nranks, child.rank = self.nranks, self.rank
         if color is not None:
             child.is_valid = True
-        if self.mpi is not None:
-            from mpi4py import MPI
-
-            child.mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-            if color is not None:
-                child.nranks, child.rank = child.mpi.Get_size(), child.mpi.Get_rank()
         return child
 
     def shrink(
@@ -383,9 +241,6 @@ class Communicator:
         child = type(self)()
         child.is_valid, child.nranks = True, self.nranks - len(gone)
         child.rank = self.rank - sum(rank < self.rank for rank in gone)
-        if self.mpi is not None:
-            whole = self.mpi.Get_group()
-            child.mpi = self.mpi.Create_group(whole.Excl(gone), 5)
         return child
 
     def get_async_error(self) -> int:
@@ -422,80 +277,66 @@ TYPES = {
 }  # fmt: skip
 
 
-def tensor_at(address: int, count: int, datatype: int) -> torch.Tensor:
-    dtype = TYPES[NcclDataType(datatype)]
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
-
-
-def queue(comm: Communicator, name: str, args: tuple[Any, ...], stream: int) -> None:
-    if not comm.is_valid:
-        raise NCCLError(f"{name}: the communicator is no more")
-    shown = tuple(
-        (tuple(a.shape), str(a.dtype)) if isinstance(a, torch.Tensor) else getattr(a, "name", a) for a in args
-    )
-    JOURNAL.append((name, *shown, STREAMS[stream]))
-    HELD.append((comm, name, args))
-    if DEPTH == 0:
-        held = list(HELD)
-        HELD.clear()
-        play(held)
+def elements(count: int, datatype: int) -> tuple[tuple[int], str]:
+    """Return a buffer as the journal shows it."""
+    return (count,), str(TYPES[NcclDataType(datatype)])
 
 
 def op_of(number: int) -> Any:
-    return CUSTOM_OPS[number] if number in CUSTOM_OPS else NcclRedOp(number)
+    return CUSTOM_OPS[number] if number in CUSTOM_OPS else NcclRedOp(number).name
+
+
+def queue(comm: Communicator, stream: int, name: str, *args: Any) -> None:
+    if not comm.is_valid:
+        raise NCCLError(f"{name}: the communicator is no more")
+    JOURNAL.append((name, *args, STREAMS[stream]))
 
 
 def send(sendbuff: int, count: int, datatype: int, peer: int, comm: Any, stream: int) -> None:
-    queue(comm, "send", (tensor_at(sendbuff, count, datatype), peer), stream)
+    queue(comm, stream, "send", elements(count, datatype), peer)
 
 
 def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: Any, stream: int) -> None:
-    queue(comm, "recv", (tensor_at(recvbuff, count, datatype), peer), stream)
+    queue(comm, stream, "recv", elements(count, datatype), peer)
 
 
 def all_reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, comm: Any, stream: int) -> None:
-    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
-    queue(comm, "allreduce", (*tensors, op_of(op)), stream)
+    queue(comm, stream, "allreduce", *[elements(count, datatype)] * 2, op_of(op))
 
 
 def broadcast(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
-    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
-    queue(comm, "broadcast", (*tensors, root), stream)
+    queue(comm, stream, "broadcast", *[elements(count, datatype)] * 2, root)
 
 
 def reduce(sendbuff: int, recvbuff: int, count: int, datatype: int, op: int, root: int, comm: Any, stream: int) -> None:
-    tensors = tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, count, datatype)
-    queue(comm, "reduce", (*tensors, op_of(op), root), stream)
+    queue(comm, stream, "reduce", *[elements(count, datatype)] * 2, op_of(op), root)
 
 
 def all_gather(sendbuff: int, recvbuff: int, sendcount: int, datatype: int, comm: Any, stream: int) -> None:
-    tensors = tensor_at(sendbuff, sendcount, datatype), tensor_at(recvbuff, sendcount * comm.nranks, datatype)
-    queue(comm, "allgather", tensors, stream)
+    queue(comm, stream, "allgather", elements(sendcount, datatype), elements(sendcount * comm.nranks, datatype))
 
 
 def reduce_scatter(
     sendbuff: int, recvbuff: int, recvcount: int, datatype: int, op: int, comm: Any, stream: int
 ) -> None:
-    tensors = tensor_at(sendbuff, recvcount * comm.nranks, datatype), tensor_at(recvbuff, recvcount, datatype)
-    queue(comm, "reduce_scatter", (*tensors, op_of(op)), stream)
+    whole = elements(recvcount * comm.nranks, datatype)
+    queue(comm, stream, "reduce_scatter", whole, elements(recvcount, datatype), op_of(op))
 
 
 def allto_all(sendbuff: int, recvbuff: int, count: int, datatype: int, comm: Any, stream: int) -> None:
     if sendbuff == recvbuff:
         raise NCCLError("ncclAlltoAll is not in place")
-    whole = count * comm.nranks
-    queue(comm, "alltoall", (tensor_at(sendbuff, whole, datatype), tensor_at(recvbuff, whole, datatype)), stream)
+    queue(comm, stream, "alltoall", *[elements(count * comm.nranks, datatype)] * 2)
 
 
 def gather(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
     whole = count * (comm.nranks if comm.rank == root else 1)
-    queue(comm, "gather", (tensor_at(sendbuff, count, datatype), tensor_at(recvbuff, whole, datatype), root), stream)
+    queue(comm, stream, "gather", elements(count, datatype), elements(whole, datatype), root)
 
 
 def scatter(sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, comm: Any, stream: int) -> None:
     whole = count * (comm.nranks if comm.rank == root else 1)
-    queue(comm, "scatter", (tensor_at(sendbuff, whole, datatype), tensor_at(recvbuff, count, datatype), root), stream)
+    queue(comm, stream, "scatter", elements(whole, datatype), elements(count, datatype), root)
 
 
 FUNCTIONS = (

@@ -32,7 +32,6 @@ def library(version: tuple[int, ...]) -> Library:
 
 def made(rank: int = 1, size: int = 4, version: tuple[int, ...] = NEW) -> NCCLBackend:
     """Return a connected backend; ids come from a store where every rank has left its own."""
-    fake.FIND = None
     store = HashStore()
     for key in (f"id/{root}" for root in range(size)):
         store.set(key, bytes(128).hex())

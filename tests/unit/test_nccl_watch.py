@@ -33,7 +33,6 @@ SUM = ReduceOp.RedOpType.SUM
 
 
 def connected(driver: Any = None) -> NCCLBackend:
-    fake.FIND = None
     backend = NCCLBackend(
         0, 2, Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda()
     )
