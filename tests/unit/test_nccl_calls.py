@@ -338,12 +338,12 @@ def test_wait_with_a_limit_waits_on_the_host_and_says_when_it_is_over() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM, None, None, None, [tensor]))
-    work.end.is_complete = False
+    work.pending.end.is_complete = False
     assert not work.is_completed()
     with pytest.raises(DistBackendError, match="50ms"):
         work.wait(timedelta(milliseconds=50))
-    assert backend.outstanding() is work
-    work.end.is_complete = True
+    assert backend.outstanding().pending is work.pending
+    work.pending.end.is_complete = True
     assert work.wait(timedelta(milliseconds=50))
     assert backend.outstanding() is None
     assert work.is_success()
@@ -356,7 +356,7 @@ def test_a_dropped_work_keeps_its_buffers_until_the_device_is_through() -> None:
     tensor = ones(2)
     watched = weakref.ref(tensor)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
-    end = work.end
+    end = work.pending.end
     end.is_complete = False
     del work, tensor
     assert watched() is not None
@@ -390,9 +390,9 @@ def test_the_future_of_a_work_is_there_at_once() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM, None, None, None, [tensor]))
-    work.end.is_complete = False
+    work.pending.end.is_complete = False
     assert work.get_future().wait()[0] is tensor
-    work.end.is_complete = True
+    work.pending.end.is_complete = True
     assert work.is_completed()  # and does not fulfil it a second time
 
 
@@ -400,7 +400,7 @@ def test_the_future_of_a_work_that_has_failed_has_an_error_of_cpps_own() -> None
     backend = connected()
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
-    work.end.is_complete = False
+    work.pending.end.is_complete = False
     backend.faults.interrupt("rank 3 is gone")
     with pytest.raises(RuntimeError, match="rank 3 is gone") as caught:
         work.get_future().value()
@@ -410,7 +410,7 @@ def test_the_future_of_a_work_that_has_failed_has_an_error_of_cpps_own() -> None
 def test_a_stream_that_a_barrier_blocks_does_not_block_the_host() -> None:
     backend = connected()
     work = backend.start(Call(ROWS["barrier"]))
-    work.end.is_complete = False
+    work.pending.end.is_complete = False
     fake.take_journal()
     work.block_current_stream()
     assert fake.take_journal() == [("current", "waits for", "side")]
@@ -473,14 +473,14 @@ def test_an_error_on_the_device_is_told_and_ends_what_is_under_way() -> None:
     backend = connected()
     tensor = ones(2)
     work = backend.start(Call(ROWS["all_reduce"], tensor, tensor, SUM))
-    work.end.is_complete = False
+    work.pending.end.is_complete = False
     assert backend.faults.check_async() is None
     backend.communicators.group.comm.error = 7  # still in progress
     assert backend.faults.check_async() is None
     backend.communicators.group.comm.error = 6
     failure = backend.faults.check_async()
     assert "error 6" in str(failure)
-    assert backend.pending() == [work]
+    assert [each.pending for each in backend.pending()] == [work.pending]
     assert work._interrupt("rank 3 is gone")
     assert backend.pending() == []
     with pytest.raises(DistBackendError, match="rank 3 is gone"):

@@ -16,7 +16,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.backend import named
-from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Batch, Held, Streams, StreamWork, end_apart
+from hpcdist.backends.nccl.streams import (
+    GRAPH_SECONDS,
+    Batch,
+    Held,
+    PendingCall,
+    Streams,
+    StreamWork,
+    end_apart,
+    oldest,
+)
 from hpcdist.backends.torch_c10d import C10dBackend
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
@@ -79,7 +88,7 @@ class TorchBackend(C10dBackend, Faults):
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
         self._failure: DistBackendError | None = None
-        self.batch = Batch(self._launch_together)
+        self.batch = Batch(self._launch)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> TorchBackend:
@@ -130,8 +139,12 @@ class TorchBackend(C10dBackend, Faults):
             token = torch.zeros(1, device=self.device)
             call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
         streams = self._side(self._device_of(call))
-        work = StreamWork(streams, streams.current(), call.shown(), (call,), 0, None, is_barrier)
-        return self._begin(lambda _: super(TorchBackend, self).run(call), call.finish, work, is_direct(call))
+        work = StreamWork(PendingCall(streams, streams.current(), (call,), 0), call.shown(), None, is_barrier)
+
+        def queue(_: int) -> None:
+            super(TorchBackend, self).run(call)
+
+        return self._begin(Held(call.row.name, queue, call.finish, work, is_direct(call)))
 
     def _device_of(self, call: Call) -> torch.device:
         given = call.tensor
@@ -146,20 +159,9 @@ class TorchBackend(C10dBackend, Faults):
             streams = self._streams[key] = Streams(device, self.interrupt, nullcontext, GPUS)
         return streams
 
-    def _begin(self, *held: Any) -> Work:
-        """Queue a call on its side stream and what copies its result back, or hold it back for ``grouped``."""
+    def _begin(self, call: Held) -> Work:
         self._check_live()
-        queue, finish, work, _ = call = Held(*held)
-        if self.batch.is_open:
-            return self.batch.add(call)
-        streams = work._streams
-        streams.fork()
-        with streams.on_side():
-            queue(streams.side_handle)
-            if finish is not None:
-                finish()
-        work.ends_with(streams.record_end())
-        return streams.keep(work)
+        return self.batch.begin(call)
 
     def _reduce(self, call: Call) -> None:
         row, send, recv, op, root, *_ = call
@@ -214,7 +216,7 @@ class TorchBackend(C10dBackend, Faults):
                 "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
             )
         streams = self._side(tensor.device, None if self.batch.is_open else peer)
-        work = StreamWork(streams, streams.current(), result, (tensor, finish), 0, source, False)
+        work = StreamWork(PendingCall(streams, streams.current(), (tensor, finish), 0), result, source)
 
         def queue(_: int) -> None:
             if tensor.numel():
@@ -222,27 +224,26 @@ class TorchBackend(C10dBackend, Faults):
                 if begun is not None:  # launched together it has none of its own
                     begun.wait()
 
-        return self._begin(queue, finish, work, True)
+        return self._begin(Held("message", queue, finish, work))
 
     # -- launched together -----------------------------------------------------------------------------
 
-    def _launch_together(self, calls: list[Held]) -> None:
+    def _launch(self, streams: Streams, calls: list[Held], is_group: bool) -> None:
         """Launch those that are one call of torch's together, and behind them the others."""
-        for streams in dict.fromkeys(each.work._streams for each in calls):
-            own = [each for each in calls if each.work._streams is streams]
-            with streams.on_side():
+        with streams.on_side():
+            if is_group:
                 self.inner._start_coalescing()
-                try:
-                    for each in own:
-                        if each.is_single:
-                            each.queue(streams.side_handle)
-                finally:
-                    together = self.inner._end_coalescing()
-                if together is not None:
-                    together.wait()
-                for each in own:
-                    if not each.is_single:
+            try:
+                for each in calls:
+                    if each.is_single:
                         each.queue(streams.side_handle)
+            finally:
+                together = self.inner._end_coalescing() if is_group else None
+            if together is not None:
+                together.wait()
+            for each in calls:
+                if not each.is_single:
+                    each.queue(streams.side_handle)
 
     # -- supervision and the end -----------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class TorchBackend(C10dBackend, Faults):
 
     def outstanding(self) -> Work | None:
         """Return the first asynchronous call that the device has not ended."""
-        return next(iter(self.pending()), None)
+        return oldest(list(self._streams.values()))
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Abort the communicators, and end what is under way with an error."""

@@ -19,7 +19,7 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
-from hpcdist.core.journal import RING, CallRecord
+from hpcdist.core.journal import CallRecord
 from hpcdist.core.queue import QueuedWork
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
@@ -69,7 +69,7 @@ class UnderWay(NamedTuple):
         if self.work is None or not self.in_background:
             return all(each.call is not self.record for each in self.group.journal.blocked())
         self.backend.outstanding()  # asks the device
-        return self.work._done
+        return self.work.is_completed()
 
 
 def under_way() -> Iterator[UnderWay]:
@@ -86,16 +86,9 @@ def under_way() -> Iterator[UnderWay]:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
                 yield UnderWay(group, running._call, backend, running, True)
-            if (outstanding := backend.outstanding()) is not None:
-                if outstanding._call is None:
-                    # a barrier, for which the host waits: the last call, if that is still kept
-                    last = (record for record in reversed(list(RING.calls)) if record[0] is group.journal)
-                    outstanding._call = next(last, None)
-                if outstanding._call is not None:
-                    yield UnderWay(group, outstanding._call, backend, outstanding, True)
-                    blocked = [
-                        each for each in blocked if each.call is not outstanding._call and each.call[2] != DESTROY
-                    ]
+            if (outstanding := backend.outstanding()) is not None and outstanding._call is not None:
+                yield UnderWay(group, outstanding._call, backend, outstanding, True)
+                blocked = [each for each in blocked if each.call is not outstanding._call and each.call[2] != DESTROY]
         first = group.cpu if group.cpu is not None else next(iter(backends), None)
         for each in blocked:
             if first is not None and not isinstance(each.work, QueuedWork):

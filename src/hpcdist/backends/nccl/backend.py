@@ -18,7 +18,7 @@ from hpcdist.backends.nccl import datatypes, variables
 from hpcdist.backends.nccl.calls import Function, calls_of, message
 from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
-from hpcdist.backends.nccl.streams import Batch, Held, StreamWork
+from hpcdist.backends.nccl.streams import Batch, Held, PendingCall, Streams, StreamWork, oldest
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
@@ -48,7 +48,7 @@ class NCCLBackend(Backend):
         self._cuda = cuda
         self._owned_peer: Backend | None = None
         self._given: finding.Channel | None = None if store is None else finding.StoreChannel(store, rank)
-        self.batch = Batch(self._launch_together)
+        self.batch = Batch(self._launch)
         self._calls: dict[Row, Function] = calls_of(library)
         self._reductions = datatypes.Reductions(library, cuda)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
@@ -127,10 +127,13 @@ class NCCLBackend(Backend):
             self.start(Call(call.row)).wait()
             return
         link = self._link_for(call)
-        queue = self._queued(link, call)
+        self._run(link, call.row.name, self._queued(link, call))
+
+    def _run(self, link: Link, name: str, queue: Queue) -> None:
+        """Queue a call on the current stream."""
         if queue is not nothing:
             current = link.streams.current()
-            self.communicators.launch(call.row.name, queue, current.cuda_stream)
+            self.communicators.launch(name, queue, current.cuda_stream)
             link.streams.mark(current)
 
     def start(self, call: Call) -> Work:
@@ -143,7 +146,7 @@ class NCCLBackend(Backend):
             call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.shown())
         link = self._link_for(call)
         queue = self._queued(link, call)
-        return self._launch(link, queue, call.finish, call.shown(), call.row.name, call.nbytes, None, is_barrier)
+        return self._start(link, call.row.name, queue, call.finish, call.shown(), call.nbytes, None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what queues a collective again, on the current stream and on the side stream."""
@@ -152,22 +155,19 @@ class NCCLBackend(Backend):
         is_plain = send is not None and call.recv is not None and call.counts is None and row not in EXCHANGES
         if link is None or not is_plain or send.dtype not in self._types or not send.numel():
             return super().prepare(call)
-        streams, launch, name = link.streams, self.communicators.launch, row.name
+        name, nbytes = row.name, call.nbytes
         number = self._reductions.prepare(send, op)[1] if row.reduces else None
         rest = self._types[send.dtype], number, root, None
-        nbytes = call.nbytes
         function = partial(self._calls[row], self._library, link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
             if self.batch.is_open:
                 self.run(Call(row, send, recv, op, root))
                 return
-            current = streams.current()
-            launch(name, partial(function, send, recv, *rest), current.cuda_stream)
-            streams.mark(current)
+            self._run(link, name, partial(function, send, recv, *rest))
 
         def start(send: torch.Tensor, recv: torch.Tensor) -> Work:
-            return self._launch(link, partial(function, send, recv, *rest), None, [recv], name, nbytes)
+            return self._start(link, name, partial(function, send, recv, *rest), None, [recv], nbytes)
 
         return run, start
 
@@ -186,33 +186,34 @@ class NCCLBackend(Backend):
             f"group's NCCL communicator are on {device}: move it there"
         )
 
-    def _launch(
+    def _start(
         self,
         link: Link,
+        name: str,
         queue: Queue,
         finish: Callable[[], None] | None,
         result: list[torch.Tensor],
-        name: str,
         nbytes: int,
         source: int | None = None,
         is_barrier: bool = False,
     ) -> Work:
         """Queue a call on the side stream, and what copies its result back behind it.
 
-        ``queue`` and ``finish`` hold all memory that the device will touch; the Work holds both (see ``streams``).
+        ``queue`` and ``finish`` hold all memory that the device will touch (see ``streams``).
         """
-        streams = link.streams
-        keepalive = (queue, finish)
-        if self.batch.is_open:
-            work = StreamWork(streams, streams.current(), result, keepalive, nbytes, source, is_barrier)
-            return self.batch.add(Held(queue, finish, work, True))
-        work = StreamWork(streams, streams.fork(), result, keepalive, nbytes, source, is_barrier)
+        pending = PendingCall(link.streams, link.streams.current(), (queue, finish), nbytes)
+        return self.batch.begin(Held(name, queue, finish, StreamWork(pending, result, source, is_barrier)))
+
+    def _launch(self, streams: Streams, calls: list[Held], is_group: bool) -> None:
+        """Make a call on the side stream, or several in one group."""
+
+        def queue_all(stream: int) -> None:
+            with self._library.core.group():
+                for each in calls:
+                    each.queue(stream)
+
+        name, queue = ("group of calls", queue_all) if is_group else (calls[0].name, calls[0].queue)
         self.communicators.launch(name, queue, streams.side_handle)
-        if finish is not None:
-            with streams.on_side():
-                finish()
-        work.ends_with(streams.record_end())
-        return streams.keep(work)
 
     def _queued(self, link: Link, call: Call) -> Queue:
         """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
@@ -251,63 +252,40 @@ class NCCLBackend(Backend):
         op = self._reductions.scaling(link.comm, factor, send.dtype)
         made(self._library, link.where, send, recv, datatype, op, *rest)
 
-    def _launch_together(self, calls: list[Held]) -> None:
-        def queue(_: int) -> None:
-            with self._library.core.group():
-                for each in calls:
-                    each.queue(each.work._streams.side_handle)
-
-        self.communicators.launch("group of calls", queue, 0)
-
     # -- point to point --------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Queue a send on the current stream; NCCL has no tags, so messages match in order."""
-        self._message("send", tensor, dst)
+        self._run(*self._message("send", tensor, dst))
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
         """Queue a receive on the current stream."""
         source = named(src)
-        self._message("recv", tensor, source)
+        self._run(*self._message("recv", tensor, source))
         return source
-
-    def _message(self, name: str, tensor: torch.Tensor, peer: int) -> None:
-        link, to = self._pair(peer, tensor.device)
-        if tensor.numel():
-            current = link.streams.current()
-            self.communicators.launch(name, self._queued_message(link, name, tensor, to), current.cuda_stream)
-            link.streams.mark(current)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Queue a send on the side stream."""
-        return self._begin_message("send", tensor, dst, None, None, [])
+        return self._start(*self._message("send", tensor, dst), None, [], tensor.nbytes)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Queue a receive on the side stream."""
         source = named(src)
-        return self._begin_message("recv", tensor, source, source, finish, [tensor])
+        return self._start(*self._message("recv", tensor, source), finish, [tensor], tensor.nbytes, source)
 
-    def _begin_message(
-        self,
-        name: str,
-        tensor: torch.Tensor,
-        peer: int,
-        source: int | None,
-        finish: Callable[[], None] | None,
-        result: list[torch.Tensor],
-    ) -> Work:
+    def _message(self, name: str, tensor: torch.Tensor, peer: int) -> tuple[Link, str, Queue]:
+        """Return the communicator of a message, its name, and what queues it."""
         if self.batch.is_open:
             link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
             link, to = self._pair(peer, tensor.device)
-        queue = self._queued_message(link, name, tensor, to) if tensor.numel() else nothing
-        return self._launch(link, queue, finish, result, name, tensor.nbytes, source)
-
-    def _queued_message(self, link: Link, name: str, tensor: torch.Tensor, peer: int) -> Queue:
+        if not tensor.numel():
+            return link, name, nothing
         if tensor.device != link.streams.device:
             raise self._elsewhere(name, tensor, link.streams.device)
         data = datatypes.as_moved(tensor)
-        return partial(message, getattr(self._library.bindings, name), link.where, data, self._types[data.dtype], peer)
+        function = getattr(self._library.bindings, name)
+        return link, name, partial(message, function, link.where, data, self._types[data.dtype], to)
 
     # -- groups ----------------------------------------------------------------------------------------
 
@@ -370,11 +348,11 @@ class NCCLBackend(Backend):
 
     def outstanding(self) -> Work | None:
         """Return the first call that the device has not ended."""
-        return self.communicators.outstanding()
+        return oldest(link.streams for link in self.communicators.links())
 
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that the device has not ended."""
-        return [*super().pending(), *self.communicators.pending()]
+        return [work for link in self.communicators.links() for work in link.streams.pending()]
 
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.

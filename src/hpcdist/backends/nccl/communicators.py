@@ -22,11 +22,10 @@ import torch
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.calls import Where
 from hpcdist.backends.nccl.library import SHRINK_SINCE, Library, config_of
-from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Streams, StreamWork, end_apart
+from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Streams, end_apart
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.work import Work
 from hpcdist.launch import devices
 
 IN_PROGRESS = 7  # ncclInProgress
@@ -177,14 +176,6 @@ class Communicators(Faults):
         pairs, group = self.pairs.copy(), self.group  # read once: another thread may make one, or forget all
         links = [pairs[peer] for peer in sorted(pairs, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))]
         return links if group is None else [*links, group]
-
-    def outstanding(self) -> Work | None:
-        """Return the first call that the device has not ended."""
-        return next((work for link in self.links() if (work := link.streams.oldest()) is not None), None)
-
-    def pending(self) -> list[StreamWork]:
-        """Return the asynchronous calls that the device has not ended."""
-        return [work for link in self.links() for work in link.streams.pending()]
 
     def check_async(self) -> DistBackendError | None:
         """Return the error that a call under way ran into on the device; the watchdog asks."""

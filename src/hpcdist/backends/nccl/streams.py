@@ -12,18 +12,17 @@ that is harmless, because whatever gets the memory is queued behind the call. Fo
 stand in for them, and what is copied back at the end. It is released when the stream that the call began on waits for
 the call, since all later uses of the memory are behind that wait, as after an abort; or when the host has seen that the
 call has ended. Nothing else holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what
-is under way is listed without it (``PendingCall``).
+is under way is listed without it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 
@@ -71,7 +70,7 @@ class Streams:
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
         self.is_in_graph = False  # whether a graph has held calls
-        self._mark: EventWork | None = None  # the synchronous calls up to some moment, until the device has made them
+        self._mark: PendingCall | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[PendingCall] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
         self._unswept = 0  # calls since those that have ended were last looked for
@@ -96,13 +95,10 @@ class Streams:
         with self.cuda.device(self.device):
             return self.cuda.is_current_stream_capturing()
 
-    def fork(self, stream: Any = None) -> Any:
-        """Make the side stream wait for what a stream holds now, or the current one; return that stream."""
-        if stream is None:
-            stream = self.current()
+    def fork(self, stream: Any) -> None:
+        """Make the side stream wait for what a stream holds now."""
         self._before.record(stream)
         self._before.wait(self.side)
-        return stream
 
     @contextmanager
     def on_side(self) -> Iterator[None]:
@@ -132,79 +128,59 @@ class Streams:
         with self.cuda.device(self.device), self._beside_captures():
             yield
 
-    def keep(self, work: StreamWork) -> StreamWork:
+    def keep(self, call: PendingCall) -> None:
         """Hold what a call touches until it has ended, though the caller may drop its Work.
 
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
         if self.is_capturing():
-            work.is_captured = self.is_in_graph = True
-            return work
-        self.under_way.append(work.pending)
+            call.is_captured = self.is_in_graph = True
+            return
+        self.under_way.append(call)
         if self.failure is not None:  # meanwhile, after those under way were told
             self.fail_all(self.failure)
         self._unswept += 1
-        if self._unswept >= SWEEP_EVERY or work.pending.nbytes >= SWEEP_BYTES:
+        if self._unswept >= SWEEP_EVERY or call.nbytes >= SWEEP_BYTES:
             with self._guard, self.querying():
                 self._sweep()
-        return work
 
     def _sweep(self) -> None:
-        """Release the calls that have ended; the caller has the guard and may query.
-
-        They end in order, so few are asked: to query each and finish it would cost more than to make the call.
-        """
+        """Release the calls that have ended, which they do in order; the caller has the guard and may query."""
         self._unswept = 0
-        under_way = self.under_way
-        count = len(under_way)  # another thread may add calls meanwhile, which are not asked
-        if not count or not under_way[0].work().has_ended():
-            return
-        ended, rest = (count, count) if under_way[count - 1].work().has_ended() else (1, count - 1)
-        while ended < rest:
-            middle = (ended + rest) // 2
-            if under_way[middle].work().has_ended():
-                ended = middle + 1
-            else:
-                rest = middle
-        failed = under_way[ended - 1].work().exception() is not None  # the device has, or the communicator was aborted
-        for _ in range(ended):
-            pending = under_way.popleft()
-            if failed:
-                pending.work().has_ended()
-                continue
-            pending.passed()
-            if pending.owns_end:
-                self._free_events.append(pending.end)
+        while self.under_way and self.under_way[0].look():
+            call = self.under_way.popleft()
+            if call.owns_end and call.error is None:
+                self._free_events.append(call.end)
 
-    def pending(self) -> list[StreamWork]:
+    def pending(self) -> list[Work]:
         """Return the asynchronous calls that the device has not ended; any thread may ask."""
         with self._guard, self.querying():
             self._sweep()
-            works = [pending.work() for pending in list(self.under_way)]  # another thread may add calls meanwhile
-            return [work for work in works if not work.has_ended()]
+            # another thread may add calls meanwhile
+            return [call.shown() for call in list(self.under_way) if not call.look()]
 
-    def fail_all(self, error: BaseException) -> None:
-        """End every Work that is under way with an error: the communicator was aborted.
+    def fail_all(self, error: DistBackendError) -> None:
+        """End every call that is under way with an error: the communicator was aborted.
 
         The abort ends the kernels, but the device comes past what is queued behind them later.
         """
         with self._guard:
             while self.under_way:
-                pending = self.under_way.popleft()
-                if pending.keepalive:
-                    self._free_behind(pending)
-                pending.work()._finish(error)
+                call = self.under_way.popleft()
+                if call.keepalive:
+                    self._free_behind(call)
+                call.finish(error)
 
-    def _free_behind(self, pending: PendingCall) -> None:
+    def _free_behind(self, call: PendingCall) -> None:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
         with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
-            with self.cuda.stream(pending.begun_on):
+            with self.cuda.stream(call.begun_on):
                 is_capturing = self.cuda.is_current_stream_capturing()
             if not is_capturing:
-                pending.end.wait(pending.begun_on)
+                call.end.wait(call.begun_on)
                 return
             # a capture cannot wait for what was queued before it, and the host not for ever
-            wait_until(pending.end.query, ABORT_SECONDS)
+            wait_until(call.end.query, ABORT_SECONDS)
 
     def mark(self, current: Any) -> None:
         """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
@@ -241,95 +217,87 @@ class Streams:
         again: a program that goes on to queue calls behind one that hangs must not hide it.
         """
         with self._guard, self.querying():
-            if self._mark is None or self._mark.has_ended():
-                mark = EventWork(self, [], self._last)
-                mark._call = self._last_call
-                self._mark = None if mark.has_ended() else mark
+            if self._mark is None or self._mark.look():
+                mark = PendingCall(self, None, (), 0, self._last, self._last_call)
+                self._mark = None if mark.look() else mark
                 if self._mark is not None:
                     self._last = self.cuda.Event()
             self._sweep()
-            return self.under_way[0].work() if self.under_way else self._mark
+            first = self.under_way[0] if self.under_way else self._mark
+            return None if first is None else first.shown()
 
 
-class EventWork(Work):
-    """What a stream held at some moment; done when the device has come to the event behind it."""
-
-    def __init__(self, streams: Streams, result: list[torch.Tensor], end: Any) -> None:
-        super().__init__(result)
-        self.end = end  # the event; None until the call is queued, which inside a group call is at the group's end
-        self._streams = streams
-
-    def has_ended(self) -> bool:
-        """Tell whether the call has ended; the caller has made sure that this thread may query events."""
-        if not self._done and self.end is not None:
-            try:
-                if self.end.query():
-                    self._finish(self._streams.failure)
-            except RuntimeError as error:  # the device has failed, and all that it held with it
-                self._finish(DistBackendError(f"the device failed before this call had ended: {error}"))
-        return self._done
-
-    def _poll(self) -> None:
-        with self._streams.querying():
-            self.has_ended()
+def oldest(of: Iterable[Streams]) -> Work | None:
+    """Return the first call of some communicators that the device has not ended."""
+    return next((work for streams in of if (work := streams.oldest()) is not None), None)
 
 
 class PendingCall:
-    """A call on a side stream until the host has seen its end, whatever becomes of the caller's Work."""
+    """A call on a side stream, or what another stream held at some moment, until the device has come to its end.
 
-    __slots__ = ("_call", "_streams", "_work", "begun_on", "end", "keepalive", "nbytes", "owns_end")
+    It is what the caller's Work, of which there may be none any more, and those who look after the calls know of it.
+    """
 
-    def __init__(self, work: StreamWork, begun_on: Any, keepalive: tuple[Any, ...], nbytes: int) -> None:
-        self.keepalive = keepalive  # what the call touches, kept as long as the module's text says
-        self.begun_on = begun_on  # the stream that was current when it was made
-        self.nbytes = nbytes  # of its larger buffer
-        self.end: Any = None  # the event behind it
-        self.owns_end = True  # whether that is its own, and not one of several calls that were launched together
-        self._call = RING.last()
-        self._streams = work._streams
-        self._work: Callable[[], StreamWork | None] = ref(work)
-
-    def work(self) -> StreamWork:
-        """Return the call's Work; one without outputs, and always the same, if the caller has dropped it."""
-        work = self._work()
-        if work is None:
-            work = StreamWork(self._streams, None, [], (), 0, None, False)
-            work.pending, work.end, work._call = self, self.end, self._call
-            self._work = lambda: work
-        return work
-
-    def passed(self) -> None:
-        """End without an error, because a later call on the stream has ended."""
-        self.keepalive = ()
-        work = self._work()
-        if work is not None:
-            work.passed()
-
-
-class StreamWork(EventWork):
-    """A call on a side stream."""
-
-    is_captured = False  # whether it is part of a CUDA graph, which runs later and any number of times: it never ends
+    __slots__ = (
+        *("_shown", "begun_on", "call", "end", "error", "has_ended"),
+        *("is_captured", "keepalive", "nbytes", "owns_end", "streams"),
+    )
 
     def __init__(
         self,
         streams: Streams,
         begun_on: Any,
-        result: list[torch.Tensor],
         keepalive: tuple[Any, ...],
         nbytes: int,
-        source: int | None,
-        is_barrier: bool,
+        end: Any = None,
+        call: Any = None,
     ) -> None:
-        super().__init__(streams, result, None)
-        self.pending = PendingCall(self, begun_on, keepalive, nbytes)  # what is known of it without its outputs
+        self.streams = streams
+        self.begun_on = begun_on  # the stream that was current when it was made
+        self.keepalive = keepalive  # what it touches, kept as long as the module's text says
+        self.nbytes = nbytes  # of its larger buffer
+        self.end = end  # the event behind it; None until it is queued, which inside a group call is at the group's end
+        self.owns_end = True  # whether that is its own, and not one of several calls that were launched together
+        self.call = RING.last() if call is None else call  # its record in the group's journal
+        self.is_captured = False  # whether it is part of a CUDA graph, which runs any number of times: it never ends
+        self.has_ended = False  # whether the host has seen its end, with or without an error
+        self.error: BaseException | None = None
+        self._shown: StreamWork | None = None
+
+    def look(self) -> bool:
+        """Tell whether the call has ended; the caller has made sure that this thread may query events."""
+        if not self.has_ended and not self.is_captured and self.end is not None:
+            try:
+                if self.end.query():
+                    self.finish(self.streams.failure)
+            except RuntimeError as error:  # the device has failed, and all that it held with it
+                self.finish(DistBackendError(f"the device failed before this call had ended: {error}"))
+        return self.has_ended
+
+    def finish(self, error: BaseException | None) -> None:
+        """Take note of the end."""
+        if not self.has_ended:  # a call that was given up may still end
+            self.error, self.keepalive = error, ()
+            self.has_ended = True
+
+    def shown(self) -> StreamWork:
+        """Return a Work of the call without its outputs, always the same, for those who look after it."""
+        if self._shown is None:
+            self._shown = StreamWork(self, [])
+        return self._shown
+
+
+class StreamWork(Work):
+    """The Work of a call on a side stream."""
+
+    def __init__(
+        self, pending: PendingCall, result: list[torch.Tensor], source: int | None = None, is_barrier: bool = False
+    ) -> None:
+        super().__init__(result)
+        self.pending = pending
+        self._call = pending.call
         self._source = source
         self._is_barrier = is_barrier
-
-    def ends_with(self, end: Any, owns_end: bool = True) -> None:
-        """Take note of the event behind the call."""
-        self.end = self.pending.end = end
-        self.pending.owns_end = owns_end
 
     def _ends(self, event: Event) -> None:
         """Let a profiler's event end now, as c10d's does: the profiler sees the kernels themselves.
@@ -338,58 +306,61 @@ class StreamWork(EventWork):
         """
         event.__exit__(None, None, None)
 
-    def passed(self) -> None:
-        """End without an error, because a later call on the stream has ended."""
-        self._done = True
-        if self._is_asked:
-            self._tell()
+    def _poll(self) -> None:
+        pending = self.pending
+        if not pending.has_ended:
+            with pending.streams.querying():
+                pending.look()
+        if pending.has_ended:
+            self._finish(pending.error)
 
-    def has_ended(self) -> bool:
-        """Tell whether the call has ended; one that is captured has not."""
-        return not self.is_captured and super().has_ended()
-
-    def _finish(self, error: BaseException | None = None) -> None:
-        super()._finish(error)
-        self.pending.keepalive = ()
+    def exception(self) -> BaseException | None:
+        """Return what the call raised, or None."""
+        self.is_completed()
+        return self._error
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too."""
-        if not self._done:
+        pending, streams = self.pending, self.pending.streams
+        if not pending.has_ended:
             current = self._block_stream()
             if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
                 if not wait_until(self.is_completed, seconds := timeout.total_seconds()):
                     raise DistBackendError(
                         f"wait timeout after {seconds * 1000:.0f}ms: the operation has not ended and is still under way"
                     )
-            elif self._is_barrier or self._streams.blocks_in_wait:
+            elif self._is_barrier or streams.blocks_in_wait:
                 current.synchronize()
-            if not self._done and self._streams.failure is not None:  # it is being aborted, which ends its kernel first
-                raise self._streams.failure
-        if self._error is not None:
-            raise self._error
+            if (
+                not pending.has_ended and streams.failure is not None
+            ):  # it is being aborted, which ends its kernel first
+                raise streams.failure
+        if pending.error is not None:
+            raise pending.error
         return True
 
     def _block_stream(self) -> Any:
         """Make the current stream wait for the call, and return it."""
-        if self.end is None:
+        pending = self.pending
+        if pending.end is None:
             raise DistBackendError(
                 "wait() inside a group call: the operation begins when the coalescing manager or "
                 "batch_isend_irecv ends, so wait after it"
             )
-        current = self._streams.current()
-        self.end.wait(current)
-        if current is self.pending.begun_on:
-            self.pending.keepalive = ()  # another stream's wait does not keep the first one from getting the memory
+        current = pending.streams.current()
+        pending.end.wait(current)
+        if current is pending.begun_on:
+            pending.keepalive = ()  # another stream's wait does not keep the first one from getting the memory
         return current
 
     def block_current_stream(self) -> None:
         """Make the current stream wait for the call; the host goes on, for a barrier too."""
-        if not self._done:
+        if not self.pending.has_ended:
             self._block_stream()
 
     def _interrupt(self, reason: str) -> bool:
         """End the communicator, and with it this call."""
-        return self._streams.interrupt(reason)
+        return self.pending.streams.interrupt(reason)
 
     def source_rank(self) -> int:
         """Return the sender of a receive."""
@@ -398,10 +369,12 @@ class StreamWork(EventWork):
     def get_future(self) -> torch.futures.Future:
         """Return a future that is fulfilled at once, and whose waiters' streams wait: torch's CUDA future."""
         if self._future is None:
-            if self.end is None:
+            if self.pending.end is None:
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
+            if self.pending.has_ended:
+                self._poll()
             future: torch.futures.Future = torch.futures.Future(devices=self._devices())
-            with self._streams.on_side():  # the future's own event goes behind the call
+            with self.pending.streams.on_side():  # the future's own event goes behind the call
                 if self._error is None:
                     future.set_result(self._result)
                 else:
@@ -411,7 +384,8 @@ class StreamWork(EventWork):
         return self._future
 
     def _devices(self) -> list[int | str | torch.device]:
-        return [self._streams.device] if self._streams.device.type == "cuda" else []
+        device = self.pending.streams.device
+        return [device] if device.type == "cuda" else []
 
 
 def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
@@ -430,28 +404,35 @@ def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
 
 
 class Held(NamedTuple):
-    """A call that is held back inside a group call."""
+    """A call for a side stream."""
 
+    name: str
     queue: Callable[[int], Any]  # makes it, on the stream of a handle; holds all that the device reads and writes
     finish: Callable[[], None] | None  # follows it on the side stream
     work: StreamWork
-    is_single: bool  # whether it is one call of the library's, which can be launched together with others
+    is_single: bool = True  # whether it is one call of the library's, which can be launched together with others
 
 
 class Batch:
-    """The calls held back inside a group call; ``launch`` makes them on their side streams, in one group if it can."""
+    """The way of calls to a side stream: at once, or together at the end of a group call that holds them back.
 
-    def __init__(self, launch: Callable[[list[Held]], None]) -> None:
+    ``launch`` makes calls on their side stream; it is told whether they are those of a group call.
+    """
+
+    def __init__(self, launch: Callable[[Streams, list[Held], bool], None]) -> None:
         self.is_open = False  # whether a group call is open, so that calls are held back
         self._launch = launch
         self._held: list[Held] = []
         self._works: list[Work] = []
 
-    def add(self, held: Held) -> StreamWork:
-        """Hold a call back."""
-        self._held.append(held)
-        self._works.append(held.work)
-        return held.work
+    def begin(self, call: Held) -> StreamWork:
+        """Launch a call, or hold it back."""
+        if not self.is_open:
+            self._make([call], False)
+            return call.work
+        self._held.append(call)
+        self._works.append(call.work)
+        return call.work
 
     @contextmanager
     def opened(self) -> Iterator[Sequence[Work]]:
@@ -463,28 +444,28 @@ class Batch:
         try:
             yield self._works
             self.is_open = False
-            self._launch_all()
+            for streams in dict.fromkeys(each.work.pending.streams for each in self._held):
+                self._make([each for each in self._held if each.work.pending.streams is streams], True)
         except BaseException as error:
             reason = f"the call was not made, because its group call was left by an error: {error}"
             for each in self._held:
-                each.work._finish(DistBackendError(reason))
+                each.work.pending.finish(DistBackendError(reason))
             raise
         finally:
             self.is_open, self._held = False, []
 
-    def _launch_all(self) -> None:
-        last = {each.work._streams: each.work for each in self._held}
-        if not last:
-            return
-        for streams, stream in dict.fromkeys((each.work._streams, each.work.pending.begun_on) for each in self._held):
+    def _make(self, calls: list[Held], is_group: bool) -> None:
+        """Launch calls behind what the streams hold that they were made on, and keep what they touch."""
+        streams = calls[0].work.pending.streams
+        for stream in dict.fromkeys(call.work.pending.begun_on for call in calls):
             streams.fork(stream)
-        self._launch(self._held)
-        for _, finish, work, _ in self._held:
-            if finish is not None:
-                with work._streams.on_side():
-                    finish()
-        ends = {streams: streams.record_end() for streams in last}
-        for each in self._held:
-            streams = each.work._streams
-            each.work.ends_with(ends[streams], last[streams] is each.work)
-            streams.keep(each.work)
+        self._launch(streams, calls, is_group)
+        for call in calls:
+            if call.finish is not None:
+                with streams.on_side():
+                    call.finish()
+        end = streams.record_end()
+        for call in calls:
+            pending = call.work.pending
+            pending.end, pending.owns_end = end, call is calls[-1]
+            streams.keep(pending)
