@@ -158,7 +158,7 @@ class NCCLBackend(Backend):
         name, nbytes = row.name, call.nbytes
         number = self._reductions.prepare(send, op)[1] if row.reduces else None
         rest = self._types[send.dtype], number, root, None
-        function = partial(self._calls[row], self._library, link.where)
+        function = partial(self._calls[row], link.where)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
             if self.batch.is_open:
@@ -243,14 +243,14 @@ class NCCLBackend(Backend):
         datatype = self._types[dtype if is_known else (send if send is not None else recv).dtype]
         if factor is not None:
             return partial(self._premultiplied, link, factor, self._calls[row], send, recv, datatype, root, counts)
-        return partial(self._calls[row], self._library, link.where, send, recv, datatype, number, root, counts)
+        return partial(self._calls[row], link.where, send, recv, datatype, number, root, counts)
 
     def _premultiplied(
         self, link: Link, factor: float, made: Function, send: Any, recv: Any, datatype: int, *rest: Any
     ) -> None:
         """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
         op = self._reductions.scaling(link.comm, factor, send.dtype)
-        made(self._library, link.where, send, recv, datatype, op, *rest)
+        made(link.where, send, recv, datatype, op, *rest)
 
     # -- point to point --------------------------------------------------------------------------------
 
@@ -284,8 +284,7 @@ class NCCLBackend(Backend):
         if tensor.device != link.streams.device:
             raise self._elsewhere(name, tensor, link.streams.device)
         data = datatypes.as_moved(tensor)
-        function = getattr(self._library.bindings, name)
-        return link, name, partial(message, function, link.where, data, self._types[data.dtype], to)
+        return link, name, partial(message, link.where, name, data, self._types[data.dtype], to)
 
     # -- groups ----------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Communicators(Faults):
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
         streams = Streams(device, self.interrupt, self._library.beside_captures, self._cuda, is_high)
-        link = Link(comm, Where(self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
+        link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met
                 comm.abort()
