@@ -48,6 +48,14 @@ def world():
         dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", params=["cpu:mpi,cuda:nccl", "cpu:mpi,cuda:torch", "mpi"])
+def group(world, request):
+    """A group of all ranks whose CUDA tensors NCCL carries, torch's own library, or MPI through host memory."""
+    made = dist.new_group(backend=request.param)
+    yield made
+    dist.destroy_process_group(made)
+
+
 @pytest.fixture
 def device(world):
     return torch.device("cuda", torch.cuda.current_device())

@@ -29,62 +29,6 @@ def test_it_is_torchs(group, device):
     assert dist.get_backend(group) == CONFIG
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize(
-    "dtype",
-    [*(torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)],
-    ids=str,
-)
-def test_collectives(group, dtype, is_async, rank, size, device):
-    """Those that torch's library makes, and what is made of several."""
-    mine = (torch.arange(6, device=device) % 2 + rank).to(dtype)
-    ranks = [(torch.arange(6, device=device) % 2 + each).to(dtype) for each in range(size)]
-    gathered, parts = torch.zeros(6 * size, device=device).to(dtype), [torch.empty_like(mine) for _ in range(size)]
-    one, root = mine.clone(), size - 1
-    strided = torch.zeros(6, 2, device=device).to(dtype)[:, 1]
-    scattered, exchanged = torch.empty_like(mine), torch.empty_like(gathered)
-    received, uneven = (
-        [torch.empty_like(mine) for _ in ranks],
-        [torch.empty_like(mine[: each % 3 + 1]) for each in range(size)],
-    )
-    works = [
-        dist.all_reduce(one, dist.ReduceOp.MAX, group, is_async),
-        dist.all_gather_into_tensor(gathered, mine, group, is_async),
-        dist.all_gather(parts, mine, group, is_async),
-        dist.broadcast(strided.copy_(mine), root, group, is_async),
-        dist.scatter(scattered, ranks if rank == root else None, root, group, is_async),
-        dist.gather(mine, received if rank == root else None, root, group, is_async),
-        dist.all_to_all(uneven, [mine[: rank % 3 + 1]] * size, group, is_async),
-        dist.all_to_all_single(exchanged, torch.cat([mine] * size), group=group, async_op=is_async),
-        dist.barrier(group, is_async),
-    ]
-    for work in works:
-        assert (work is not None) == is_async
-        if is_async:
-            work.wait()
-    assert one.tolist() == torch.stack([each.cpu().to(torch.float32) for each in ranks]).amax(0).to(dtype).tolist()
-    whole = torch.cat([each.cpu().view(torch.uint8) for each in ranks]).view(dtype)
-    assert gathered.tolist() == whole.tolist() == exchanged.tolist()
-    assert [each.tolist() for each in parts] == [each.tolist() for each in ranks]
-    assert rank != root or [each.tolist() for each in received] == [each.tolist() for each in ranks]
-    assert [each.tolist() for each in uneven] == [each[: peer % 3 + 1].tolist() for peer, each in enumerate(ranks)]
-    assert strided.tolist() == ranks[root].tolist()
-    assert scattered.tolist() == mine.tolist()
-
-
-@pytest.mark.parametrize("name", ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"])
-def test_reductions(group, name, rank, size, device):
-    op = c10d._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
-    whole = torch.arange(4.0 * size, device=device) + rank
-    on_cpu, out, expected = whole.cpu(), torch.zeros(4, device=device), torch.zeros(4)
-    dist.reduce_scatter_tensor(out, whole, op, group)
-    dist.reduce_scatter_tensor(expected, on_cpu, op)
-    torch.testing.assert_close(out.cpu(), expected)
-    dist.reduce(whole, size - 1, op, group)
-    dist.reduce(on_cpu, size - 1, op)
-    torch.testing.assert_close(whole.cpu(), on_cpu)  # on other ranks it is as it was
-
-
 def test_messages_together_and_one_by_one(group, rank, size, device):
     right, left = (rank + 1) % size, (rank - 1) % size
     mine, out = torch.full((5,), rank + 1.0, device=device), torch.zeros(5, 2, device=device)[:, 0]
@@ -118,15 +62,6 @@ def test_a_coalescing_manager(group, rank, size, device):
     assert first.tolist() + second.tolist() == [size] * 7
     assert out.tolist() == list(range(size))
     assert odd.tolist() == [size] * 2
-
-
-def test_objects_and_cpu_tensors(group, rank, size, device):
-    out = [None] * size
-    dist.all_gather_object(out, {"rank": rank}, group)
-    assert out == [{"rank": each} for each in range(size)]
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=group)
-    assert tensor.tolist() == [size] * 2
 
 
 def test_subgroups(group, rank, size, device):

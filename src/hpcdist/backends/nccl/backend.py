@@ -351,7 +351,7 @@ class NCCLBackend(Backend):
 
     def pending(self) -> list[Work]:
         """Return the asynchronous calls that the device has not ended."""
-        return [work for link in self.communicators.links() for work in link.streams.pending()]
+        return [*super().pending(), *(work for link in self.communicators.links() for work in link.streams.pending())]
 
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
