@@ -13,46 +13,53 @@ from hpcdist.backends.nccl.library import SHRINK_SINCE, load
 from hpcdist.core.call import Call
 
 
-def test_messages_around_a_ring(rank, size, device):
+def test_messages_around_a_ring(group, rank, size, device):
     right, left = (rank + 1) % size, (rank - 1) % size
-    received, to_self = torch.empty(5, device=device), torch.empty(2, device=device)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, torch.full((5,), float(rank), device=device), right),
-            dist.P2POp(dist.irecv, received, left),
-            dist.P2POp(dist.isend, torch.full((2,), 7.0 + rank, device=device), rank),
-            dist.P2POp(dist.irecv, to_self, rank),
-        ]
-    )
-    for work in works:
-        work.wait()
-    assert received.tolist() == [left] * 5
-    assert to_self.tolist() == [7.0 + rank] * 2
+    received, to_self = torch.empty(5, 2, device=device)[:, 0], torch.empty(2, device=device)
+    operations = [
+        dist.P2POp(dist.isend, torch.full((5,), float(rank), device=device), right, group),
+        dist.P2POp(dist.irecv, received, left, group),
+        dist.P2POp(dist.isend, torch.full((2,), 7.0 + rank, device=device), rank, group),
+        dist.P2POp(dist.irecv, to_self, rank, group),
+    ]
+    for _ in range(3):
+        received.zero_()
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert received.tolist() == [left] * 5
+        assert to_self.tolist() == [7.0 + rank] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64, torch.bool])
-def test_send_and_recv(two_ranks, dtype, rank, device):
+def test_send_and_recv(two_ranks, group, dtype, rank, device):
     tensor = torch.ones(3, device=device).to(dtype)
     if rank == 0:
-        dist.send(tensor, 1)
-        dist.isend(tensor, 1).wait()
+        dist.send(tensor, 1, group)
+        dist.isend(tensor, 1, group).wait()
     elif rank == 1:
-        for receive in (dist.recv, lambda target, src: dist.irecv(target, src).wait()):
-            target = torch.zeros(3, device=device).to(dtype)
-            receive(target, 0)
+        for receive in (dist.recv, lambda *target: dist.irecv(*target).wait()):
+            target = torch.zeros(3, 2, device=device).to(dtype)[:, 0]
+            receive(target, 0, group)
             assert torch.equal(target, tensor)
 
 
-def test_coalesced_calls(rank, size, device):
+def test_coalesced_calls(group, rank, size, device):
     tensors = [torch.full((n,), float(rank), device=device) for n in (1, 10, 100_000)]
-    flat = torch.empty(size, device=device)
-    with dist._coalescing_manager(async_ops=True) as manager:
+    flat, strided = torch.empty(size, device=device), torch.full((3, 2), float(rank), device=device)[:, 0]
+    with dist._coalescing_manager(group, async_ops=True) as manager:
         for tensor in tensors:
-            dist.all_reduce(tensor)
-        dist.all_gather_into_tensor(flat, torch.tensor([float(rank)], device=device))
+            dist.all_reduce(tensor, group=group)
+        dist.all_gather_into_tensor(flat, torch.tensor([float(rank)], device=device), group)
     manager.wait()
-    assert all(bool((tensor == sum(range(size))).all()) for tensor in tensors)
+    with group.grouped():  # the second is no call that torch's library launches together with others
+        works = [dist.all_reduce(tensors[0], group=group, async_op=True)]
+        works.append(dist.broadcast(strided, size - 1, group, async_op=True))
+    for work in works:
+        work.wait()
+    assert tensors[0].item() == sum(range(size)) * size
+    assert all(bool((tensor == sum(range(size))).all()) for tensor in tensors[1:])
     assert flat.tolist() == list(range(size))
+    assert strided.tolist() == [size - 1] * 3
 
 
 @pytest.mark.parametrize("is_connected", [False, True])

@@ -29,41 +29,6 @@ def test_it_is_torchs(group, device):
     assert dist.get_backend(group) == CONFIG
 
 
-def test_messages_together_and_one_by_one(group, rank, size, device):
-    right, left = (rank + 1) % size, (rank - 1) % size
-    mine, out = torch.full((5,), rank + 1.0, device=device), torch.zeros(5, 2, device=device)[:, 0]
-    ops = [dist.P2POp(dist.isend, mine, right, group), dist.P2POp(dist.irecv, out, left, group)]
-    for _ in range(3):
-        out.zero_()
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        assert out.tolist() == [left + 1.0] * 5
-    if size > 1:
-        out.zero_()
-        dist.send(mine, right, group) if rank % 2 == 0 else dist.recv(out, left, group)
-        dist.recv(out, left, group) if rank % 2 == 0 else dist.send(mine, right, group)
-        assert out.tolist() == [left + 1.0] * 5
-
-
-def test_a_coalescing_manager(group, rank, size, device):
-    first, second, out = torch.ones(3, device=device), torch.ones(4, device=device), torch.zeros(size, device=device)
-    odd = torch.ones(2, device=device).to(torch.uint16)
-    with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-        c10d.all_reduce(first, group=group)
-        c10d.all_reduce(second, group=group)
-    manager.wait()
-    with group.grouped():
-        works = [
-            dist.all_gather_into_tensor(out, torch.full((1,), float(rank), device=device), group, async_op=True),
-            dist.all_reduce(odd, group=group, async_op=True),
-        ]
-    for work in works:
-        work.wait()
-    assert first.tolist() + second.tolist() == [size] * 7
-    assert out.tolist() == list(range(size))
-    assert odd.tolist() == [size] * 2
-
-
 def test_subgroups(group, rank, size, device):
     halves = [list(range(0, size, 2)), list(range(1, size, 2))]
     for _ in range(2):
