@@ -95,16 +95,18 @@ def test_shrink(two_ranks, rank, size, device):
 
 
 def test_a_split_waits_for_the_groups_own_calls_only(emulation, gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
+    parent = dist.new_group()  # no graph has held its calls, after which a split waits for the whole device
+    dist.all_reduce(torch.ones(1, device=device), group=parent)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.close()  # a kernel of the program's that takes long
-    group = dist.split_group(split_ranks=[list(range(size))])
+    group = dist.split_group(parent, [list(range(size))])
     gate.open()
     tensor = torch.ones(1, device=device)
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == size
-    dist.destroy_process_group(group)
+    for each in (group, parent):
+        dist.destroy_process_group(each)
 
 
 def test_an_abort_ends_the_groups_communicator_and_those_of_messages(two_ranks, rank, device):
