@@ -181,14 +181,15 @@ class C10dBackend(Backend):
         return dtype in cls.native_dtypes and any(op == known for known in NATIVE_OPS)
 
     def _all_reduce_native(self, values: torch.Tensor, op: Any) -> None:
-        options = self._timed(c10d.AllreduceOptions())
-        options.reduceOp = op
-        self.inner.allreduce([values], options).wait()
+        self.inner.allreduce([values], self._options(c10d.AllreduceOptions, reduceOp=op)).wait()
 
-    def _timed(self, options: Any) -> Any:
-        """Return c10d's options of a call with its limit, if it has one of its own."""
+    def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
+        """Return c10d's options of a call, with its limit if it has one of its own."""
+        options = kind()
         if self._limit is not None:
-            options.timeout = timedelta(seconds=self._limit)
+            fields["timeout"] = timedelta(seconds=self._limit)
+        for name, value in fields.items():
+            setattr(options, name, value)
         return options
 
     def _move(self, call: Call) -> None:
@@ -285,18 +286,16 @@ def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> typ
 
 
 def _barrier(self: C10dBackend, *_: Any) -> None:
-    self.inner.barrier(self._timed(c10d.BarrierOptions())).wait()
+    self.inner.barrier(self._options(c10d.BarrierOptions)).wait()
 
 
 def _broadcast(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = self._timed(c10d.BroadcastOptions())
-    options.rootRank, options.rootTensor = root, 0
-    self.inner.broadcast([send], options).wait()
+    self.inner.broadcast([send], self._options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)).wait()
 
 
 def _all_gather_single(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     outputs = list(recv.chunk(self.size)) if recv.numel() else [recv] * self.size
-    self.inner.allgather([outputs], [send], self._timed(private_names.all_gather_options())).wait()
+    self.inner.allgather([outputs], [send], self._options(private_names.all_gather_options)).wait()
 
 
 def _all_gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
@@ -311,23 +310,19 @@ def _all_gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any)
 
 
 def _gather(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = self._timed(c10d.GatherOptions())
-    options.rootRank = root
     outputs = [list(recv.view(self.size, -1))] if recv is not None else []
-    self.inner.gather(outputs, [send], options).wait()
+    self.inner.gather(outputs, [send], self._options(c10d.GatherOptions, rootRank=root)).wait()
 
 
 def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    options = self._timed(c10d.ScatterOptions())
-    options.rootRank = root
     inputs = [list(send.view(self.size, -1))] if send is not None else []
-    self.inner.scatter([recv], inputs, options).wait()
+    self.inner.scatter([recv], inputs, self._options(c10d.ScatterOptions, rootRank=root)).wait()
 
 
 def _all_to_all(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
     # with counts if another rank gives none, too: gloo runs another exchange without them
     sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
-    self.inner.alltoall_base(recv, send, received, sent, self._timed(c10d.AllToAllOptions())).wait()
+    self.inner.alltoall_base(recv, send, received, sent, self._options(c10d.AllToAllOptions)).wait()
 
 
 MOVES: dict[Row, Callable[..., None]] = {

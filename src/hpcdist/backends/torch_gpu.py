@@ -15,7 +15,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
-from hpcdist.backends.nccl.backend import named
+from hpcdist.backends.nccl.backend import ALONE, named
 from hpcdist.backends.nccl.streams import (
     GRAPH_SECONDS,
     Batch,
@@ -168,14 +168,12 @@ class TorchBackend(C10dBackend, Faults):
         if row in (REDUCE, REDUCE_SCATTER_SINGLE) and self._is_native(send.dtype, op) and send.numel():
             if row is REDUCE:
                 target = send.clone() if recv is not send else send  # torch's writes on other ranks than the root too
-                options = self._timed(c10d.ReduceOptions())
-                options.reduceOp, options.rootRank, options.rootTensor = op, root, 0
+                options = self._options(c10d.ReduceOptions, reduceOp=op, rootRank=root, rootTensor=0)
                 self.inner.reduce([target], options).wait()
                 if recv is not None and recv is not target:
                     recv.copy_(target)
                 return
-            options = self._timed(c10d.ReduceScatterOptions())
-            options.reduceOp = op
+            options = self._options(c10d.ReduceScatterOptions, reduceOp=op)
             source = send.clone() if overlap(send, recv) else send
             self.inner._reduce_scatter_base(recv.view(-1), source.view(-1), options).wait()
             return
@@ -184,7 +182,7 @@ class TorchBackend(C10dBackend, Faults):
     def _move(self, call: Call) -> None:
         row, send, recv, *_ = call
         if row is ALL_GATHER_SINGLE and send.numel() and not overlap(send, recv):
-            options = self._timed(private_names.all_gather_options())
+            options = self._options(private_names.all_gather_options)
             self.inner._allgather_base(as_bytes(recv), as_bytes(send), options).wait()
         elif recv is None or recv.numel() or (send is not None and send.numel()):
             super()._move(call)
@@ -212,9 +210,7 @@ class TorchBackend(C10dBackend, Faults):
         result: list[torch.Tensor],
     ) -> Work:
         if peer == self.rank and not self.batch.is_open:
-            raise DistBackendError(
-                "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
-            )
+            raise DistBackendError(ALONE)
         streams = self._side(tensor.device, None if self.batch.is_open else peer)
         work = StreamWork(PendingCall(streams, streams.current(), (tensor, finish), 0), result, source)
 

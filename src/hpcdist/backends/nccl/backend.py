@@ -27,6 +27,8 @@ from hpcdist.core.objects import TensorObjects
 from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row, scaled
 from hpcdist.core.work import Work
 
+ALONE = "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
+
 Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
 
 
@@ -102,9 +104,7 @@ class NCCLBackend(Backend):
         the others of the group take no part in a message.
         """
         if peer == self.rank:
-            raise DistBackendError(
-                "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
-            )
+            raise DistBackendError(ALONE)
         communicators = self.communicators
         communicators.check_live()
         if communicators.is_eager:

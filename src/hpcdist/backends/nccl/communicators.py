@@ -115,14 +115,9 @@ class Communicators(Faults):
             )
         else:
             streams.settle("shrink")
-        has_lock = self.use.acquire(timeout=STUCK_SECONDS if aborts else -1)
-        try:
-            with self.failing("shrink"):
-                flag = flags.ABORT if aborts else flags.DEFAULT
-                return self._live_group().comm.shrink(list(excluded), flag=flag)
-        finally:
-            if has_lock:
-                self.use.release()
+        with self._using(STUCK_SECONDS if aborts else -1), self.failing("shrink"):
+            flag = flags.ABORT if aborts else flags.DEFAULT
+            return self._live_group().comm.shrink(list(excluded), flag=flag)
 
     def _live_group(self) -> Link:
         """Return the communicator of all ranks; the error if no call can follow."""
@@ -147,6 +142,16 @@ class Communicators(Faults):
                 call(stream)
             except self._library.failures as error:
                 raise self.failure(name, error) from error
+
+    @contextmanager
+    def _using(self, seconds: float) -> Iterator[None]:
+        """Use the communicators, which a thread that is in a call may have for so many seconds and then no more."""
+        has_lock = self.use.acquire(timeout=seconds)
+        try:
+            yield
+        finally:
+            if has_lock:
+                self.use.release()
 
     @contextmanager
     def failing(self, name: str) -> Iterator[None]:
@@ -203,8 +208,7 @@ class Communicators(Faults):
         Later calls, and ``wait()`` of what was under way, raise DistBackendError. Returns False if the communicators
         are being destroyed, which cannot be interrupted.
         """
-        has_lock = self.use.acquire(timeout=STUCK_SECONDS)
-        try:
+        with self._using(STUCK_SECONDS):
             if self._is_ending:
                 return False
             if self.ended is not None:
@@ -217,9 +221,6 @@ class Communicators(Faults):
             for link in links:
                 link.streams.fail_all(self.ended)
             return True
-        finally:
-            if has_lock:
-                self.use.release()
 
     def _abort(self, links: list[Link]) -> None:
         """Abort communicators in one group call, on a thread of its own that is waited for only so long.
