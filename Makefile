@@ -100,7 +100,7 @@ test-one-rank: $(TOOLS)
 # what asks the backend for something that gloo does in its own way
 test-gloo: $(TOOLS)
 	HPCDIST_TEST_BACKEND=gloo $(MPIRUN) -n 3 $(BIN)/python $(PYTEST) --with-mpi \
-	  $(call of-mpi,agreement async async_order bad_input coalescing collectives compiled groups halo nan_check objects) \
+	  $(call of-mpi,agreement async bad_input coalescing collectives compiled groups halo nan_check objects) \
 	  $(call of-mpi,point_to_point profile repetition varied window)
 
 test-nccl: $(VENV)/.nccl

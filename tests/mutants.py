@@ -71,7 +71,7 @@ C10D, WATCH, TCP = "hpcdist/c10d", "hpcdist/watch", "stores/tcp"
 QUEUE, WORK, ISSUE, BUFFERS, CACHE = (
     f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers", "call_cache")
 )
-IN_QUEUE = "unit/test_core_queue.py mpi/test_async_order.py"
+IN_QUEUE = "unit/test_core_queue.py mpi/test_random_programs.py"
 BESIDE_CACHE = "mpi/test_repetition.py mpi/test_collectives.py"
 WINDOW = "mpi/test_shared_memory.py"
 
@@ -127,14 +127,14 @@ MUTANTS = [
         ("            and fits(send.numel(), recv.numel(), ranks)\n", ""),
         ("            and len(set(map(NBYTES, tensors))) == 1\n", ""),
     ),
-    *Lines(ISSUE, f"{BESIDE_CACHE} mpi/test_asymmetric.py").broken(
+    *Lines(ISSUE, f"{BESIDE_CACHE} mpi/test_random_programs.py").broken(
         ("                and known.in_place is (recv is send)\n", "")
     ),
     *Lines(ISSUE, "unit/test_journal.py").broken(
         ("                    journal.retract(record)\n                    raise\n", "                    raise\n"),
         ("        backend.check_reduction(row, either.dtype, op)\n", ""),
     ),
-    *Lines(ISSUE, "mpi/test_async_order.py mpi/test_async.py").broken(
+    *Lines(ISSUE, "mpi/test_random_programs.py mpi/test_async.py").broken(
         ("                elif backend.queue is not None:\n                    backend.queue.drain()\n", ""),
         (
             "            backend.settle()  # a call that is queued may still write what is copied here\n",
@@ -169,7 +169,7 @@ MUTANTS = [
         ("        if writable and not value.flags.writeable:\n", "        if False:\n"),
         ("    if sum(splits) != rows or min", "    if min"),
     ),
-    *Lines(BUFFERS, "unit/test_core_buffers.py mpi/test_asymmetric.py").broken(
+    *Lines(BUFFERS, "unit/test_core_buffers.py mpi/test_random_programs.py").broken(
         ("    return first < second + other.nbytes and second < first + one.nbytes\n", "    return False\n")
     ),
     *Lines(BUFFERS, "unit/test_core_buffers.py").broken(
@@ -198,7 +198,7 @@ MUTANTS = [
         "mpi/test_point_to_point.py mpi/test_groups.py unit/test_mpi_progress.py faults/test_threads.py",
     ).broken(("            if self._reason is not None and self._status.Is_cancelled():\n", "            if False:\n")),
     # Open MPI copes with memory that overlaps; with MPICH's environment the test notices
-    *Lines(f"{MPI_BACKEND}/collectives.py", "mpi/test_asymmetric.py").broken(
+    *Lines(f"{MPI_BACKEND}/collectives.py", "mpi/test_random_programs.py").broken(
         ("            if recv is not None and overlap(send, recv):\n                send = send.clone()\n", "")
     ),
     *Lines(f"{MPI_BACKEND}/communicator.py", "mpi/test_shared_memory_in_groups.py").broken(

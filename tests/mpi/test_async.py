@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.process import runtime
 from hpcdist.core.call_cache import LOOKS
 
 from .expected import OPS, same
@@ -202,3 +204,49 @@ def test_groups_do_not_wait_for_each_other(name, numel, rank, size):
             assert all(same(tensor, torch.full((numel,), total)) for tensor in tensors)
     dist.destroy_process_group(first)
     dist.destroy_process_group(second)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_group_is_destroyed_with_calls_queued(is_large, rank, size):
+    for _ in range(20):
+        group = dist.new_group()
+        tensors = [torch.full((40_000 if is_large else 3,), float(number)) for number in range(10)]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        if rank % 2:
+            time.sleep(1e-4)
+            works[4].wait()
+        dist.destroy_process_group(group)
+        assert all(work.is_completed() and work.wait() for work in works)
+        assert all(bool(tensor.eq(number * size).all()) for number, tensor in enumerate(tensors))
+
+
+def test_a_wait_with_a_limit_never_carries_its_call_out(two_ranks, rank):
+    ranks = runtime.world()  # MPI's own
+    dist.barrier()
+    if rank == 0:
+        for _ in range(3):  # a small call, which a wait without a limit would carry out and block in
+            work = dist.all_reduce(torch.ones(1), async_op=True)
+            with pytest.raises(dist.DistBackendError, match="timeout after 50ms"):
+                work.wait(timedelta(milliseconds=50))
+            assert not work.is_completed()
+        ranks.Barrier()
+        dist.barrier()
+    else:
+        ranks.Barrier()  # until then those calls cannot end
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        dist.barrier()
+
+
+def test_the_first_large_calls_of_several_groups_at_once(size):
+    """Each group makes its shared memory then, on a thread of its own: neither the GIL nor MPI may get in their way."""
+    for _ in range(3):
+        groups = [dist.new_group() for _ in range(6)]
+        tensors = [torch.full((40_000,), float(number)) for number in range(6)]
+        works = [
+            dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)
+        ]
+        assert all(work.wait() for work in works)
+        assert all(bool(tensor.eq(number * size).all()) for number, tensor in enumerate(tensors))
+        for group in groups:
+            dist.destroy_process_group(group)

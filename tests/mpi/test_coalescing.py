@@ -217,3 +217,14 @@ def test_a_call_that_is_held_back_has_not_ended(rank, size):
     manager.wait()
     for tensor in (first, second, third):
         assert tensor.tolist() == [float(size)] * tensor.numel()
+
+
+def test_premultiplied_sums_in_a_manager_are_told_apart_on_all_ranks_alike(rank, size):
+    for turn in range(3):
+        tensors = [torch.ones(5), torch.ones(7)]
+        one = dist._make_nccl_premul_sum(2.0)
+        other = one if (rank + turn) % 2 else dist._make_nccl_premul_sum(2.0)  # the same object, or its like
+        with dist._coalescing_manager():
+            dist.all_reduce(tensors[0], one)
+            dist.all_reduce(tensors[1], other)
+        assert [each[0].item() for each in tensors] == [2.0 * size] * 2

@@ -315,3 +315,36 @@ def test_the_least_and_largest_of_nan_are_nan_on_every_rank(dtype, name, rank, s
         dist.reduce_scatter_tensor(tensors[2], parts[rank].repeat(size), OPS[name])
         found += tensors if rank == size - 1 else tensors[::2]
     assert all(agrees(each, expected) for each in found)
+
+
+FACTORS = {
+    "number": lambda: 2.0,
+    "tensor": lambda: torch.tensor([2.0]),
+    "wide": lambda: torch.tensor(2.0, dtype=torch.float64),
+    "whole": lambda: torch.tensor([[2]]),
+    "learnt": lambda: torch.tensor(2.0, requires_grad=True),
+    "strided": lambda: torch.tensor([1.0, 2.0])[1::2],
+    "complex": lambda: torch.tensor(2j),
+    "conjugate": lambda: torch.tensor([-2j]).conj(),
+}
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 100_001])  # more than a message that MPI cuts by its elements
+def test_factors_that_are_numbers_tensors_and_complex_on_some_ranks(length, rank, size):
+    names = list(FACTORS)
+    for turn in range(len(names)):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+            kinds = names if dtype.is_complex else names[:6]
+            chosen = [kinds[(turn + 3 * each) % len(kinds)] for each in range(size)]
+            op = dist._make_nccl_premul_sum(FACTORS[chosen[rank]]())
+            expected = sum(2j if each in ("complex", "conjugate") else 2 for each in chosen)
+            values = torch.ones(length, dtype=dtype)
+            given = torch.stack([values, values], -1)[..., 0] if turn % size == rank else values
+            work = dist.all_reduce(given, op, async_op=turn % 2 == rank % 2)
+            assert work is None or work.wait()
+            assert not given.requires_grad
+            assert bool((given == expected).all()), (chosen, dtype)
+            output = torch.zeros((), dtype=dtype)
+            dist.reduce_scatter_tensor(output, torch.ones(size, dtype=dtype), op)
+            assert not output.requires_grad
+            assert output.item() == expected

@@ -1,35 +1,86 @@
-"""Random programs of right calls: all kinds, dtypes, ops, layouts and groups, waited for at once or later.
+"""Random programs of right calls: all kinds, dtypes, ops, sizes, layouts and groups, waited for in every way.
 
-Every rank draws the same calls from one seed, and how its own tensors lie in memory, which calls are asynchronous, and
-when and in which order it waits from another. Some programs are loops, whose calls come again on other values. The
-inputs are numbers of a seed of their own, so that each rank knows what every result must be.
+Every rank draws the same calls from one seed. From a seed of its own it draws what c10d leaves to each rank: how its
+tensors lie in memory, whether they overlap, whether complex numbers are given as their parts, which calls are
+asynchronous, through which door they go, and when, where and in which order it waits. A rank that made another MPI call
+because of it would hang or truncate. Some programs are loops, whose calls come again on other values. The inputs are
+numbers of a seed of their own, so that each rank knows what every result must be.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import threading
+import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as torch_dist
 
 import hpcdist as dist
+from hpcdist.backends.mpi.node.thresholds import BYTES, MIB
 from hpcdist.core import issue
 from hpcdist.core.reduction import KIND_OF, KINDS, name_of
+from hpcdist.core.several import ALONE_BYTES, BUCKET_BYTES
 
 from .expected import MOVING, OPS, equal, mathematics
-from .test_asymmetric import contiguous, strided, with_offset
 
 # more of them once: HPCDIST_TEST_SEEDS=200
 CALLS = int(os.environ.get("HPCDIST_TEST_CALLS", "100"))
-SEEDS = range(int(os.environ.get("HPCDIST_TEST_SEEDS", "4")))
+SEEDS = range(int(os.environ.get("HPCDIST_TEST_SEEDS", "5")))
 ROUNDS = 20  # of a loop
-SIZES = [0, 1, 2, 31, 255, 1024, 4095, 9000, 20_000, 70_001]
-SMALL = SIZES[:6]
+SMALL = [0, 1, 2, 31, 255, 1024]
+SIZES = [*SMALL, 4095, 9000, 20_000, 70_001]
+EDGES = sorted({at for rows in BYTES.values() for at in rows.values() if at <= 2 * MIB})  # bytes, of any library
+LISTS = [  # bytes of calls on lists of tensors, at the edges of the buffers to which they are copied
+    [ALONE_BYTES, 256],
+    [ALONE_BYTES - 4, 256, 4],
+    [BUCKET_BYTES, 4],
+    [BUCKET_BYTES - 8, 8],
+    [ALONE_BYTES // 2] * 9,
+    [0, 16, 4 * ALONE_BYTES, 8],
+]
 PENDING = 6  # calls that may be under way at once
+SECONDS = 60  # a wait that takes longer never ends
 REDUCING = [(dtype, OPS[name]) for dtype, kind in KIND_OF.items() for name in OPS if OPS[name] in KINDS[kind]]
-LAYOUTS = [contiguous, strided, with_offset]
+REAL, COMPLEX = (torch.float32, torch.float64), (torch.complex64, torch.complex128)
+
+
+def contiguous(values):
+    return values.clone()
+
+
+def strided(values):
+    return torch.stack([values, values], -1)[..., 0] if values.numel() else values.clone()
+
+
+def with_offset(values):
+    return torch.empty(values.numel() + 3, dtype=values.dtype)[3:].copy_(values)
+
+
+def with_gradient(values):
+    return values.clone().requires_grad_()
+
+
+def negated(values):
+    """A view whose memory says the opposite."""
+    return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+
+def array(values):
+    return values.numpy().copy()
+
+
+def parts(values):
+    """Complex numbers as pairs of real ones."""
+    return torch.view_as_real(values).clone()
+
+
+def conjugated(values):
+    return values.conj().resolve_conj().conj()
 
 
 def numbers(seed, rank, count, dtype):
@@ -46,9 +97,45 @@ def numbers(seed, rank, count, dtype):
     return torch.from_numpy(np.frombuffer(draw.bytes(count * dtype.itemsize), str(dtype)[6:]).copy())
 
 
+def joined(parts, dtype):
+    """Tensors one after the other; torch cannot concatenate all dtypes."""
+    moved = [part.view(torch.uint8) for part in parts if part.numel()]
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *moved]).view(dtype)
+
+
 def alike(one, other):
     """Whether two tensors hold the same; one element with a stride is not copied by ``contiguous``."""
+    one = torch.as_tensor(one).detach()
+    if other.dtype.is_complex and not one.dtype.is_complex:
+        one = torch.view_as_complex(one.contiguous())
     return equal(*(torch.empty(each.shape, dtype=each.dtype).copy_(each) for each in (one, other)))
+
+
+def by_work(work):
+    work.wait()
+
+
+def by_future(work):
+    work.get_future().wait()
+
+
+def by_limits(work):
+    while True:
+        try:
+            work.wait(timedelta(microseconds=200))
+            return
+        except dist.DistBackendError as error:
+            if "wait timeout" not in str(error):
+                raise
+
+
+def by_looking(work):
+    while not work.is_completed():
+        time.sleep(20e-6)
+    assert work.wait()
+
+
+WAYS = [by_work, by_work, by_future, by_limits, by_looking]
 
 
 class Program:
@@ -63,7 +150,8 @@ class Program:
     def __init__(self, seed, groups, rank):
         self.seed, self.groups, self.world_rank = seed, groups, rank
         self.shared, self.own = random.Random(seed), random.Random(f"{seed} {rank}")
-        self.pending = []
+        self.doors = [dist, torch_dist] if torch_dist.is_initialized() else [dist]
+        self.pending, self.threads, self.left = [], [], []
 
     def run(self, calls, rounds=1):
         """Make the calls, and check each; in each further round the same calls, on other values."""
@@ -74,158 +162,296 @@ class Program:
                 self.shared.setstate(begin)
             self.group, self.ranks = self.shared.choice(self.groups)
             self.rank, self.size = self.ranks.index(self.world_rank), len(self.ranks)
-            self.call = self.seed * 1_000_000 + 100 * number
+            self.is_whole = False  # whether complex numbers may not be given as their parts
+            self.call, self.door = self.seed * 1_000_000 + 100 * number, self.own.choice(self.doors)
             self.root = self.shared.randrange(self.size)
+            self.is_root, self.root_rank = self.rank == self.root, self.ranks[self.root]
             self.kind = self.shared.choice(kinds)
             self.kind()
             while len(self.pending) > PENDING or (self.pending and self.own.random() < 0.3):
                 self.end()
         while self.pending:
             self.end()
+        for what, thread, ended in self.threads:
+            thread.join(SECONDS)
+            assert ended, f"a wait has failed or not ended: {what}"
+        for group, _ in self.groups:
+            dist.barrier(group)
+        for what, check in self.left:
+            assert check(), f"wrong values: {what}"
 
     def end(self):
-        """Wait for one of the calls that are under way, and check it."""
-        kind, work, check = self.pending.pop(self.own.randrange(len(self.pending)))
-        if work is not None:
-            work.wait()
-        assert check(), f"wrong values: {kind}"
+        """Wait for one of the calls that are under way and check it, or have a thread do so, or leave it alone."""
+        what, work, check = self.pending.pop(self.own.randrange(len(self.pending)))
+        chosen, way, ended = self.own.random(), self.own.choice(WAYS), []
+        if not hasattr(work, "get_future"):
+            way = by_work
+
+        def wait():
+            if work is not None:
+                way(work)
+            assert check(), f"wrong values: {what}"
+            ended.append(True)
+
+        if chosen < 0.8:
+            wait()
+        elif chosen < 0.9:
+            self.threads.append((what, threading.Thread(target=wait, daemon=True), ended))
+            self.threads[-1][1].start()
+        else:
+            self.left.append((what, check))
 
     def later(self, what, call, check):
         """Make a call, asynchronous or not as this rank likes, whose values are checked when it has ended."""
-        is_async = self.own.random() < 0.5
-        self.pending.append((f"{self.kind.__name__[3:]} {what}, root {self.root}", call(async_op=is_async), check))
-        if not is_async:
-            self.pending[-1] = (self.pending[-1][0], None, check)
+        is_async, what = self.own.random() < 0.6, f"{self.kind.__name__[3:]} {what}, root {self.root}"
+        with torch.no_grad():
+            work = call(async_op=is_async)
+        self.pending.append((what, work if is_async else None, check))
+        if self.shared.random() < 0.05 and self.kind != self.do_list:  # a manager has no future
+            self.follow(work if is_async else None)
+
+    def follow(self, work):
+        """Have a callback make a call behind a call."""
+        tensor, group, expected, is_async = torch.ones(5), self.group, self.size, self.own.random() < 0.5
+
+        def reduce(_=None):
+            dist.all_reduce(tensor, group=group, async_op=is_async)
+
+        reduce() if work is None else work.get_future().then(reduce)
+        self.left.append(("in a callback", lambda: bool(tensor.eq(expected).all())))
 
     def placed(self, values):
-        return self.own.choice(LAYOUTS)(values)
+        """Values in memory as this rank likes it."""
+        layouts = [contiguous, strided, with_offset]
+        if values.dtype in REAL:
+            layouts += [with_gradient, negated]
+        if self.door is dist:
+            layouts += [array] if values.dtype in (*REAL, torch.int32, torch.uint8) else []
+            layouts += [conjugated, parts][: 2 - self.is_whole] if values.dtype in COMPLEX else []
+        return self.own.choice(layouts)(values)
+
+    def drawn(self, dtype, times=1):
+        """A number of elements, now and then at an edge where small messages become large, and what each rank gives."""
+        count = self.shared.choice(SIZES)
+        if self.shared.random() < 0.25:
+            count = self.shared.choice(EDGES) // dtype.itemsize + self.shared.choice([-1, 0, 1])
+        return count, [numbers(self.call, rank, times * count, dtype) for rank in range(self.size)]
 
     def moving(self):
-        return self.shared.choice(MOVING), self.shared.choice(SIZES)
+        dtype = self.shared.choice(MOVING)
+        return dtype, *self.drawn(dtype)
 
-    def inputs(self, count, dtype):
-        """What each rank gives."""
-        return [numbers(self.call, rank, count, dtype) for rank in range(self.size)]
+    def reducing(self, times=1):
+        dtype, op = self.shared.choice(REDUCING)
+        count, given = self.drawn(dtype, times)
+        self.is_whole = op == dist.ReduceOp.PRODUCT  # of complex numbers, which torch refuses
+        if self.is_whole and dtype.is_complex:
+            self.door = dist
+        return given, op, mathematics(given, name_of(op)), f"{op} {dtype} {count}", count, dtype
 
     def blank(self, count, dtype):
         return self.placed(numbers(self.call, 99, count, dtype))
 
-    def reducing(self, times=1):
-        (dtype, op), count = self.shared.choice(REDUCING), self.shared.choice(SIZES)
-        parts = self.inputs(times * count, dtype)
-        return parts, op, mathematics(parts, name_of(op)), f"{op} {dtype} {count}", count, dtype
+    def inside(self, values, at, length):
+        """Values, and a part of the same memory."""
+        memory = torch.cat([values, values[:length]]) if values.numel() else values
+        return memory[length:].copy_(values), memory[at : at + length]
 
     def do_all_reduce(self):
-        parts, op, expected, what, _, _ = self.reducing()
-        mine = self.placed(parts[self.rank])
-        self.later(what, lambda **how: dist.all_reduce(mine, op, self.group, **how), lambda: alike(mine, expected))
+        given, op, expected, what, _, _ = self.reducing()
+        mine, group = self.placed(given[self.rank]), self.group
+        self.later(what, lambda **how: self.door.all_reduce(mine, op, group, **how), lambda: alike(mine, expected))
 
     def do_reduce(self):
-        parts, op, expected, what, _, _ = self.reducing()
-        mine, root, is_root = self.placed(parts[self.rank]), self.ranks[self.root], self.rank == self.root
+        given, op, expected, what, _, _ = self.reducing()
+        mine, is_root = self.placed(given[self.rank]), self.is_root
         self.later(
             what,
-            lambda **how: dist.reduce(mine, root, op, self.group, **how),
+            lambda **how: self.door.reduce(mine, self.root_rank, op, self.group, **how),
             lambda: not is_root or alike(mine, expected),
         )
 
     def do_reduce_scatter_tensor(self):
-        parts, op, expected, what, count, dtype = self.reducing(self.size)
-        mine, out, rank = self.placed(parts[self.rank]), self.blank(count, dtype), self.rank
+        """The output lies before the input, in its own block, or across two, on some ranks."""
+        given, op, expected, what, count, dtype = self.reducing(self.size)
+        mine, out, part = (
+            self.placed(given[self.rank]),
+            self.blank(count, dtype),
+            expected.split(count)[self.rank :][:1],
+        )
+        if count and self.own.random() < 0.4:
+            at = self.own.choice([0, count * (self.rank + 1), count // 2])
+            mine, out = self.inside(given[self.rank], at, count)
         self.later(
             what,
-            lambda **how: dist.reduce_scatter_tensor(out, mine, op, self.group, **how),
-            lambda: alike(out, expected[rank * count : (rank + 1) * count]),
+            lambda **how: self.door.reduce_scatter_tensor(out, mine, op, self.group, **how),
+            lambda: not count or alike(out, part[0]),
         )
 
     def do_reduce_scatter(self):
-        parts, op, expected, what, count, dtype = self.reducing(self.size)
-        mine = [self.placed(part) for part in parts[self.rank].split(count)] if count else [self.blank(0, dtype)] * 9
-        mine, out, rank = mine[: self.size], self.blank(count, dtype), self.rank
+        """Shares that may differ."""
+        dtype, op = self.shared.choice(REDUCING)
+        counts, self.is_whole, self.door = self.shares()[0], op == dist.ReduceOp.PRODUCT, dist
+        given = [numbers(self.call, rank, sum(counts), dtype) for rank in range(self.size)]
+        mine = [self.placed(each) for each in given[self.rank].split(counts)]
+        out, expected = self.blank(counts[self.rank], dtype), mathematics(given, name_of(op)).split(counts)[self.rank]
         self.later(
-            what,
+            f"{op} {dtype} {counts}",
             lambda **how: dist.reduce_scatter(out, mine, op, self.group, **how),
-            lambda: alike(out, expected[rank * count : (rank + 1) * count]),
+            lambda: alike(out, expected),
         )
 
     def do_broadcast(self):
-        dtype, count = self.moving()
-        parts = self.inputs(count, dtype)
-        mine, expected = self.placed(parts[self.rank]), parts[self.root]
-        root = self.ranks[self.root]
+        dtype, count, given = self.moving()
+        mine, expected = self.placed(given[self.rank]), given[self.root]
         self.later(
             f"{dtype} {count}",
-            lambda **how: dist.broadcast(mine, root, self.group, **how),
+            lambda **how: self.door.broadcast(mine, self.root_rank, self.group, **how),
             lambda: alike(mine, expected),
         )
 
     def do_all_gather(self):
-        dtype, count = self.moving()
-        parts = self.inputs(count, dtype)
-        mine, out = self.placed(parts[self.rank]), [self.blank(count, dtype) for _ in parts]
+        dtype, counts = self.shared.choice(MOVING), self.shares()[0]
+        if len({*counts}) > 1:  # torch's door takes equal ones; ranks that differ in form too would be told so
+            self.door, self.is_whole = dist, True
+        given = [numbers(self.call, rank, count, dtype) for rank, count in enumerate(counts)]
+        mine, out = self.placed(given[self.rank]), [self.blank(count, dtype) for count in counts]
         self.later(
-            f"{dtype} {count}",
-            lambda **how: dist.all_gather(out, mine, self.group, **how),
-            lambda: all(map(alike, out, parts)),
+            f"{dtype} {counts}",
+            lambda **how: self.door.all_gather(out, mine, self.group, **how),
+            lambda: all(map(alike, out, given)),
         )
 
     def do_all_gather_into_tensor(self):
-        dtype, count = self.moving()
-        parts = self.inputs(count, dtype)
-        mine, out = self.placed(parts[self.rank]), self.blank(self.size * count, dtype)
+        """The input is a part of the output, its own or another one, on some ranks."""
+        dtype, count, given = self.moving()
+        mine, out = self.placed(given[self.rank]), self.blank(self.size * count, dtype)
+        if self.own.random() < 0.4:
+            out, at = torch.zeros(self.size * count, dtype=dtype), count * self.own.randrange(self.size)
+            mine = out[at : at + count].copy_(given[self.rank])
         self.later(
             f"{dtype} {count}",
-            lambda **how: dist.all_gather_into_tensor(out, mine, self.group, **how),
-            lambda: not count or all(map(alike, out.split(count), parts)),
+            lambda **how: self.door.all_gather_into_tensor(out, mine, self.group, **how),
+            lambda: alike(out, joined(given, dtype)),
+        )
+
+    def shares(self):
+        """Elements of each rank for each: all equal, or ragged with one rank's all equal and another's none."""
+        most = self.shared.choice(SMALL) if self.shared.random() < 0.8 else self.shared.choice(SIZES)
+        if self.shared.random() < 0.4:
+            return [[most] * self.size] * self.size
+        table = [[self.shared.randrange(most + 1) for _ in self.ranks] for _ in self.ranks]
+        equal_one, silent = self.shared.randrange(self.size), self.shared.randrange(self.size)
+        table[silent], table[equal_one] = [0] * self.size, [most] * self.size
+        for row in table:
+            row[equal_one] = most
+        return table
+
+    def exchanged(self):
+        """A dtype, the elements that this rank sends to each and receives, and those that it sends and expects."""
+        dtype, table = self.shared.choice(MOVING), self.shares()
+        sent = [numbers(self.call, rank, sum(row), dtype).split(row) for rank, row in enumerate(table)]
+        received = [row[self.rank] for row in table]
+        return dtype, table[self.rank], received, sent[self.rank], [each[self.rank] for each in sent]
+
+    def do_all_to_all(self):
+        dtype, sent, received, given, expected = self.exchanged()
+        mine, out = [self.placed(each) for each in given], [self.blank(count, dtype) for count in received]
+        self.later(
+            f"{dtype} {sent} {received}",
+            lambda **how: self.door.all_to_all(out, mine, self.group, **how),
+            lambda: all(map(alike, out, expected)),
         )
 
     def do_all_to_all_single(self):
-        dtype, count = self.moving()
-        lengths = [[self.shared.randrange(count + 1) for _ in self.ranks] for _ in self.ranks]
-        if self.shared.random() < 0.5:
-            lengths = [[count] * self.size] * self.size
-        sent = [numbers(self.call, rank, sum(lengths[rank]), dtype) for rank in range(self.size)]
-        received = [row[self.rank] for row in lengths]
-        shares = [part.split(row)[self.rank].clone() for part, row in zip(sent, lengths, strict=True)]
-        moved = [part.view(torch.uint8) for part in shares if part.numel()]
-        expected = torch.cat([torch.empty(0, dtype=torch.uint8), *moved]).view(dtype)
-        mine, out, splits = self.placed(sent[self.rank]), self.blank(sum(received), dtype), lengths[self.rank]
+        """Ranks whose shares are all equal may give splits or not; equal shares may be exchanged in place."""
+        dtype, sent, received, given, expected = self.exchanged()
+        whole, right = joined(given, dtype), joined(expected, dtype)
+        mine, out = self.placed(whole), self.blank(sum(received), dtype)
+        if len({*sent, *received}) == 1 and self.own.random() < 0.7:
+            sent, received = self.own.choice([(None, None), (sent, None), ([], received)])
+            if self.own.random() < 0.4:
+                self.door, mine = dist, whole
+                out = mine
         self.later(
-            f"{dtype} {lengths}",
-            lambda **how: dist.all_to_all_single(out, mine, received, splits, self.group, **how),
-            lambda: alike(out, expected),
+            f"{dtype} {sent} {received}",
+            lambda **how: self.door.all_to_all_single(out, mine, received, sent, self.group, **how),
+            lambda: alike(out, right),
         )
 
     def do_gather(self):
-        dtype, count = self.moving()
-        parts, is_root = self.inputs(count, dtype), self.rank == self.root
-        mine, root = self.placed(parts[self.rank]), self.ranks[self.root]
-        out = [self.blank(count, dtype) for _ in parts] if is_root else None
+        dtype, count, given = self.moving()
+        mine, is_root = self.placed(given[self.rank]), self.is_root
+        out = [self.blank(count, dtype) for _ in given] if is_root else None
         self.later(
             f"{dtype} {count}",
-            lambda **how: dist.gather(mine, out, root, self.group, **how),
-            lambda: not is_root or all(map(alike, out, parts)),
+            lambda **how: self.door.gather(mine, out, self.root_rank, self.group, **how),
+            lambda: not is_root or all(map(alike, out, given)),
         )
 
     def do_scatter(self):
-        dtype, count = self.moving()
-        parts, is_root = self.inputs(count, dtype), self.rank == self.root
-        out, expected, root = self.blank(count, dtype), parts[self.rank], self.ranks[self.root]
-        given = [self.placed(part) for part in parts] if is_root else None
+        dtype, count, given = self.moving()
+        out, expected = self.blank(count, dtype), given[self.rank]
+        mine = [self.placed(each) for each in given] if self.is_root else None
         self.later(
             f"{dtype} {count}",
-            lambda **how: dist.scatter(out, given, root, self.group, **how),
+            lambda **how: self.door.scatter(out, mine, self.root_rank, self.group, **how),
             lambda: alike(out, expected),
         )
 
+    def do_list(self):
+        """Tensors that are reduced together, in one call or in several that a manager joins."""
+        (dtype, op), lengths = self.shared.choice(REDUCING), self.shared.choice(LISTS)
+        self.is_whole, self.door = op == dist.ReduceOp.PRODUCT, dist
+        given = [
+            [numbers(self.call + place, rank, length // dtype.itemsize, dtype) for rank in range(self.size)]
+            for place, length in enumerate(lengths)
+        ]
+        mine, expected = (
+            [self.placed(each[self.rank]) for each in given],
+            [mathematics(each, name_of(op)) for each in given],
+        )
+
+        def in_manager(async_op):
+            with dist._coalescing_manager(self.group, async_ops=async_op) as manager:
+                for each in mine:
+                    dist.all_reduce(each, op, self.group)
+            return manager
+
+        def at_once(async_op):
+            return dist.all_reduce_coalesced(mine, op, self.group, async_op)
+
+        self.later(
+            f"{op} {dtype} {lengths}",
+            self.shared.choice([in_manager, at_once]),
+            lambda: all(map(alike, mine, expected)),
+        )
+
+    def do_all_gather_coalesced(self):
+        dtype, lengths, self.door = self.shared.choice(MOVING), self.shared.choice(LISTS), dist
+        counts = [length // dtype.itemsize for length in lengths]
+        given = [
+            [numbers(self.call + place, rank, count, dtype) for place, count in enumerate(counts)]
+            for rank in range(self.size)
+        ]
+        mine, out = (
+            [self.placed(each) for each in given[self.rank]],
+            [[self.blank(n, dtype) for n in counts] for _ in given],
+        )
+        self.later(
+            f"{dtype} {lengths}",
+            lambda **how: dist.all_gather_coalesced(out, mine, self.group, **how),
+            lambda: all(all(map(alike, *each)) for each in zip(out, given, strict=True)),
+        )
+
     def do_barrier(self):
-        self.later("", lambda **how: dist.barrier(self.group, **how), lambda: True)
+        self.later("", lambda **how: self.door.barrier(self.group, **how), lambda: True)
 
     def do_messages(self):
         """A ring, to the right; the receives may name nobody, and may be made after the sends."""
-        dtype, count, tag = *self.moving(), self.shared.randrange(3)
-        parts, (left, right) = self.inputs(count, dtype), ((self.rank - 1) % self.size, (self.rank + 1) % self.size)
-        out, mine, expected = self.blank(count, dtype), self.placed(parts[self.rank]), parts[left]
+        (dtype, count, given), tag = self.moving(), self.shared.randrange(3)
+        self.is_whole, left, right = True, (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        out, mine, expected = self.blank(count, dtype), self.placed(given[self.rank]), given[left]
         form = self.shared.choice(["batch", "blocking", "begun", "anyone"])
         what = f"{form} {dtype} {count} tag {tag}"
         left, right = self.ranks[left], self.ranks[right]
@@ -269,10 +495,14 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("rounds", [1, ROUNDS], ids=["straight", "loop"])
-def test_random_program(rounds, seed, rank, size, monkeypatch):
-    if rounds > 1:
+@pytest.mark.parametrize("kind", ["straight", "loop", "compared"])
+def test_random_program(kind, seed, rank, size, monkeypatch, request):
+    rounds = ROUNDS if kind == "loop" else 1
+    if kind == "loop":
         monkeypatch.setattr(issue, "LOOKS", 3)  # calls that come again are recognised sooner
+    elif kind == "compared":
+        request.addfinalizer(lambda: dist.set_debug_level(dist.DebugLevel.OFF))
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     everyone = list(range(size))
     made = [(dist.new_group(ranks), sorted(ranks)) for ranks in (everyone, everyone[1:], everyone[:-1], everyone[::-1])]
     groups = [(dist.group.WORLD, everyone), *(each for each in made if len(each[1]) == size)]
