@@ -110,20 +110,6 @@ def test_a_message_into_an_inference_tensor(rank, size):
     assert target.tolist() == [[(rank - 1) % size + 1.0] * 3] * 2
 
 
-def test_order_of_asynchronous_and_synchronous_calls(rank, size):
-    tensor = torch.ones(10)
-    for step in range(20):
-        if step % 3:
-            dist.all_reduce(tensor, async_op=True)
-        else:
-            dist.all_reduce(tensor)
-        dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=step % 2 == 0)
-        dist.barrier()
-        assert same(tensor, torch.full((10,), float(size)))
-        tensor.fill_(1)
-    dist.barrier()
-
-
 def reduced_list(given, size):
     output = torch.empty(3)
     dist.reduce_scatter(output, [given] * size)

@@ -190,13 +190,6 @@ def test_counts_and_names(rank, size):
     dist.destroy_process_group(group)
 
 
-def test_hundreds_of_groups(rank, size):
-    for _ in range(300):
-        group = dist.new_group()
-        assert total(group, 1) == size
-        dist.destroy_process_group(group)
-
-
 def test_warnings_are_not_given_to_members(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

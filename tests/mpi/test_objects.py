@@ -42,25 +42,69 @@ def equal(one, rank):
     )
 
 
-def test_all_gather_object(rank, size):
-    objects = [None] * size
-    dist.all_gather_object(objects, payload(rank))
-    assert all(equal(each, r) for r, each in enumerate(objects))
+PLAIN = {"step": 3, "loss": 0.5, "names": ["a", None], "weights": torch.arange(5.0), 7: (True, b"x" * 9000)}
 
 
-def test_gather_broadcast_scatter_with_every_root(rank, size):
-    for root in range(size):
-        gathered = [None] * size if rank == root else None
-        dist.gather_object(payload(rank), gathered, root)
-        assert rank != root or all(equal(each, r) for r, each in enumerate(gathered))
-        objects = [payload(root), "text", None] if rank == root else [None] * 3
-        dist.broadcast_object_list(objects, root)
-        assert equal(objects[0], root)
-        assert objects[1:] == ["text", None]
-        output = [None, "kept"]
-        dist.scatter_object_list(output, [payload(r) for r in range(size)] if rank == root else None, root)
-        assert equal(output[0], rank)
-        assert output[1] == "kept"
+def is_plain(one):
+    return str(one) == str(PLAIN) and torch.equal(one["weights"], PLAIN["weights"])
+
+
+# each hands the root's value to some ranks, and returns there what arrived
+def all_gathered(value, root, weights_only):
+    objects = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, value, weights_only=weights_only)
+    return objects[root]
+
+
+def gathered(value, root, weights_only):
+    size = dist.get_world_size()
+    receiver = (root + 1) % size
+    objects = [None] * size if dist.get_rank() == receiver else None
+    dist.gather_object(value, objects, receiver, weights_only=weights_only)
+    return objects[root] if objects else None
+
+
+def broadcast(value, root, weights_only):
+    objects = [value if dist.get_rank() == root else None]
+    dist.broadcast_object_list(objects, root, weights_only=weights_only)
+    return objects[0]
+
+
+def scattered(value, root, weights_only):
+    objects = [None]
+    values = [value] * dist.get_world_size() if dist.get_rank() == root else None
+    dist.scatter_object_list(objects, values, root, weights_only=weights_only)
+    return objects[0]
+
+
+def sent(value, root, weights_only):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    receiver, objects = (root + 1) % size, [value]
+    if rank == root:
+        dist.send_object_list(objects, receiver, weights_only=weights_only)
+    elif rank == receiver:
+        objects = [None]
+        assert dist.recv_object_list(objects, root if root % 2 else None, weights_only=weights_only) == root
+        return objects[0]
+    return None
+
+
+CALLS = [all_gathered, gathered, broadcast, scattered, sent]
+
+
+def receives(call, rank, root, size):
+    if call in (gathered, sent):
+        return rank == (root + 1) % size
+    return call is all_gathered or call is scattered or rank != root
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_root(call, weights_only, rank, size):
+    """With ``weights_only`` tensors and plain values."""
+    for root in range(size if size > 1 or call is not sent else 0):
+        found = call(PLAIN if weights_only else payload(rank), root, weights_only)
+        assert not receives(call, rank, root, size) or (is_plain(found) if weights_only else equal(found, root))
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -69,32 +113,15 @@ def test_what_is_only_read_may_be_a_tuple(kind, rank, size):
     objects = kind((1, "text")) if rank == root else [None] * 2
     dist.broadcast_object_list(objects, root)
     assert [*objects] == [1, "text"]
-    output = [None]
+    output = [None, "kept"]
     dist.scatter_object_list(output, kind(range(size)) if rank == root else None, root)
-    assert output == [rank]
+    assert output == [rank, "kept"]
     if size > 1 and rank == 0:
         dist.send_object_list(kind((1, "text")), 1)
     elif rank == 1:
         received = [None] * 2
         dist.recv_object_list(received, 0)
         assert received == [1, "text"]
-
-
-def test_send_and_recv(two_ranks, rank):
-    if rank == 0:
-        dist.send_object_list([payload(0), 1], 1)
-    elif rank == 1:
-        objects = [None, None]
-        assert dist.recv_object_list(objects, 0) == 0
-        assert equal(objects[0], 0)
-    dist.barrier()
-    if rank == 1:
-        dist.send_object_list(["from anyone"], 0)
-    elif rank == 0:
-        objects = [None]
-        assert dist.recv_object_list(objects) == 1
-        assert objects == ["from anyone"]
-    dist.barrier()
 
 
 def test_messages_of_objects_and_of_tensors_are_not_taken_for_each_other(two_ranks, rank):
@@ -159,7 +186,7 @@ def test_bad_lists_leave_the_group_usable(rank, size):
     for who in ({"src": rank}, {"group_src": rank}):  # it would wait for ever
         with pytest.raises(ValueError, match="Invalid source rank"):
             dist.recv_object_list([None], **who)
-    test_all_gather_object(rank, size)
+    assert equal(all_gathered(payload(0), 0, False), 0)
 
 
 @pytest.mark.skipif("HPCDIST_TEST_LARGE" not in os.environ, reason="takes 10 GiB; set HPCDIST_TEST_LARGE=1")
@@ -226,12 +253,8 @@ def test_an_object_whose_pickling_fails_or_is_interrupted_leaves_nobody_waiting(
                 UNPICKLABLE[call]("fine", who, size)
         else:
             UNPICKLABLE[call]("fine", who, size)
-        everything = [None] * size
-        dist.all_gather_object(everything, payload(rank))
-        assert all(equal(each, r) for r, each in enumerate(everything))
-        mine = [payload(rank)]
-        dist.broadcast_object_list(mine, who)
-        assert equal(mine[0], who)
+        for each in (all_gathered, broadcast):
+            assert equal(each(payload(who), who, False), who)
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
@@ -247,9 +270,6 @@ def test_a_tensor_whose_storage_was_freed_is_an_error_and_no_garbage(count, weig
 
 # -- weights_only: what a peer sends cannot run code here --------------------------------------------------
 
-PLAIN = {"step": 3, "loss": 0.5, "names": ["a", None], "weights": torch.arange(5.0), 7: (True, b"x" * 9000)}
-
-
 RAN = []  # what malicious objects have run in this process
 
 
@@ -262,66 +282,6 @@ class Malicious:
 
     def __reduce__(self):
         return run, ("code",)
-
-
-def same(one):
-    return str(one) == str(PLAIN) and torch.equal(one["weights"], PLAIN["weights"])
-
-
-# each hands the root's value to some ranks, and returns there what arrived
-def all_gathered(value, root, weights_only):
-    objects = [None] * dist.get_world_size()
-    dist.all_gather_object(objects, value, weights_only=weights_only)
-    return objects[root]
-
-
-def gathered(value, root, weights_only):
-    size = dist.get_world_size()
-    receiver = (root + 1) % size
-    objects = [None] * size if dist.get_rank() == receiver else None
-    dist.gather_object(value, objects, receiver, weights_only=weights_only)
-    return objects[root] if objects else None
-
-
-def broadcast(value, root, weights_only):
-    objects = [value if dist.get_rank() == root else None]
-    dist.broadcast_object_list(objects, root, weights_only=weights_only)
-    return objects[0]
-
-
-def scattered(value, root, weights_only):
-    objects = [None]
-    values = [value] * dist.get_world_size() if dist.get_rank() == root else None
-    dist.scatter_object_list(objects, values, root, weights_only=weights_only)
-    return objects[0]
-
-
-def sent(value, root, weights_only):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    receiver, objects = (root + 1) % size, [value]
-    if rank == root:
-        dist.send_object_list(objects, receiver, weights_only=weights_only)
-    elif rank == receiver:
-        objects = [None]
-        dist.recv_object_list(objects, root if root % 2 else None, weights_only=weights_only)
-        return objects[0]
-    return None
-
-
-CALLS = [all_gathered, gathered, broadcast, scattered, sent]
-
-
-def receives(call, rank, root, size):
-    if call in (gathered, sent):
-        return rank == (root + 1) % size
-    return call is all_gathered or call is scattered or rank != root
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_weights_only_takes_tensors_and_plain_values(two_ranks, call, rank, size):
-    for root in range(size):
-        found = call(PLAIN, root, True)
-        assert not receives(call, rank, root, size) or same(found)
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -338,7 +298,7 @@ def test_weights_only_refuses_what_runs_code(two_ranks, call, is_saved, rank, si
         else:
             call(value, root, not is_trusting)
         assert ["code"] * (is_trusting and call in (all_gathered, scattered)) == RAN
-        assert same(all_gathered(PLAIN, root, False))  # the group goes on
+        assert is_plain(all_gathered(PLAIN, root, False))  # the group goes on
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -352,7 +312,7 @@ def test_ranks_may_differ_in_weights_only(two_ranks, call, rank, size):
                     call(PLAIN, root, is_careful)
             else:
                 found = call(PLAIN, root, is_careful)
-                assert not receives(call, rank, root, size) or same(found)
+                assert not receives(call, rank, root, size) or is_plain(found)
             dist.barrier()
 
 

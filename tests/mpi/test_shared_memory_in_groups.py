@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import signal
 import threading
 import time
@@ -274,50 +273,6 @@ def test_close_is_idempotent(of_host):
     shared = node_shared(of_host)
     shared.close()
     shared.close()
-
-
-def test_sync_and_async_calls_on_several_groups(comm, always):
-    """Queued calls and calls in place keep their order on each group."""
-    chance = random.Random(SEED)
-    groups = [dist.new_group() for _ in range(3)]
-    pending = []
-    for _ in range(100):
-        group = chance.choice(groups)
-        tensor = torch.full((chance.choice([3, 10_000, 300_000]),), float(comm.rank + 1))
-        work = dist.all_reduce(tensor, group=group, async_op=chance.random() < 0.5)
-        pending.append((work, tensor))
-    for work, tensor in pending:
-        if work is not None:
-            work.wait()
-        assert (tensor == comm.size * (comm.size + 1) / 2).all()
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
-def test_ten_thousand_mixed_calls(comm, always):
-    chance, size, rank = random.Random(SEED), comm.size, comm.rank
-    # more ranks than cores: a call then waits for the scheduler, not for us
-    calls = 10_000 if size <= (os.cpu_count() or 1) else 1_000
-    group = dist.new_group()
-    for i in range(calls):
-        numel, what = chance.choice([1, 7, 100, 3000]), chance.randrange(4)
-        if what == 0:
-            tensor = torch.full((numel,), float(rank + i % 3))
-            dist.all_reduce(tensor, group=group)
-            assert tensor[-1] == size * (size - 1) / 2 + size * (i % 3)
-        elif what == 1:
-            tensor = torch.full((numel,), rank)
-            dist.broadcast(tensor, i % size, group=group)
-            assert tensor[-1] == i % size
-        elif what == 2:
-            tensor = torch.empty(numel * size)
-            dist.all_gather_into_tensor(tensor, torch.full((numel,), float(rank)), group=group)
-            assert tensor[-1] == size - 1
-        else:
-            tensor = torch.empty(numel)
-            dist.reduce_scatter_tensor(tensor, torch.full((numel * size,), float(rank)), group=group)
-            assert tensor[-1] == size * (size - 1) / 2
-    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -14,70 +14,10 @@ import hpcdist as dist
 BOTH = (dist, td)
 
 
-def data(length=6, dtype=torch.float32):
-    return torch.arange(length, dtype=dtype) * (dist.get_rank() + 1) + 1
-
-
-def all_reduce(d, op="SUM", dtype=torch.float32):
-    tensor = data(dtype=dtype)
+def all_reduce(d, op, dtype):
+    tensor = torch.arange(6, dtype=dtype) * (dist.get_rank() + 1) + 1
     d.all_reduce(tensor, getattr(d.ReduceOp, op))
     return tensor
-
-
-def broadcast(d):
-    tensor = data()
-    d.broadcast(tensor, d.get_world_size() - 1)
-    return tensor
-
-
-def reduce(d):
-    tensor = data()
-    d.reduce(tensor, 0)
-    return tensor if d.get_rank() == 0 else None
-
-
-def all_gather(d):
-    outputs = [torch.empty(6) for _ in range(d.get_world_size())]
-    d.all_gather(outputs, data())
-    return outputs
-
-
-def all_gather_into_tensor(d):
-    output = torch.empty(6 * d.get_world_size())
-    d.all_gather_into_tensor(output, data())
-    return output
-
-
-def gather(d):
-    outputs = [torch.empty(6) for _ in range(d.get_world_size())] if d.get_rank() == 0 else None
-    d.gather(data(), outputs, 0)
-    return outputs
-
-
-def scatter(d):
-    output = torch.empty(6)
-    d.scatter(output, [data() + i for i in range(d.get_world_size())] if d.get_rank() == 0 else None, 0)
-    return output
-
-
-def all_to_all_single(d):
-    size, rank = d.get_world_size(), d.get_rank()
-    output = torch.empty(size * (rank + 1))
-    given = torch.cat([torch.full((r + 1,), float(10 * rank + r)) for r in range(size)])
-    d.all_to_all_single(output, given, [rank + 1] * size, [r + 1 for r in range(size)])
-    return output
-
-
-def objects(d):
-    output = [None] * d.get_world_size()
-    d.all_gather_object(output, {"rank": d.get_rank()})
-    listed = [{"a": 1}, None] if d.get_rank() == 0 else [None, None]
-    d.broadcast_object_list(listed, 0)
-    mine = [None]
-    d.scatter_object_list(mine, list(range(d.get_world_size())) if d.get_rank() == 0 else None, 0)
-    gathered = [None] * d.get_world_size() if d.get_rank() == 0 else None
-    d.gather_object(d.get_rank(), gathered, 0)
-    return output, listed, mine, gathered
 
 
 def queries(d):
@@ -117,8 +57,7 @@ def numbers_of_other_types(d):
     return given, output
 
 
-CALLS = [all_reduce, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter, all_to_all_single]
-CALLS += [objects, queries, shared_memory_of_elements, numbers_of_other_types]
+CALLS = [queries, shared_memory_of_elements, numbers_of_other_types]
 
 
 def equal(one, other):

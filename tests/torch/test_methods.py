@@ -10,34 +10,11 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.tensor.debug import CommDebugMode
 
 import hpcdist as dist
 from hpcdist.backends.mpi.retired import KEPT
 from hpcdist.core.journal import RING
-
-OPTIONS = {
-    "allgather": AllgatherOptions,
-    "broadcast": dist.BroadcastOptions,
-    "gather": dist.GatherOptions,
-    "scatter": dist.ScatterOptions,
-    "alltoall": dist.AllToAllOptions,
-}
-
-
-def options(kind, is_async, **values):
-    made = OPTIONS[kind]()
-    if hasattr(made, "asyncOp"):  # since torch 2.8 on all of them
-        made.asyncOp = is_async
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def is_async(request):
-    return request.param
 
 
 @pytest.fixture(params=["mine", "theirs"])
@@ -46,38 +23,6 @@ def pg(request, world):
     if request.param == "mine":
         return world
     return torch_dist.distributed_c10d._resolve_process_group(world.group_name)
-
-
-def test_moving(pg, rank, size, is_async):
-    tensor = torch.full((2,), float(rank))
-    pg.broadcast([tensor], options("broadcast", is_async, rootRank=size - 1)).wait()
-    assert tensor[0] == size - 1
-    mine = torch.full((2,), float(rank))
-    outputs = [[torch.empty(2) for _ in range(size)]]
-    pg.allgather(outputs, [mine], options("allgather", is_async)).wait()
-    assert [each[0].item() for each in outputs[0]] == list(range(size))
-    whole = torch.empty(2 * size)
-    pg._allgather_base(whole, mine, options("allgather", is_async)).wait()
-    torch.testing.assert_close(whole, torch.arange(float(size)).repeat_interleave(2))
-    outputs = [[torch.empty(2) for _ in range(size)]] if rank == 0 else []
-    pg.gather(outputs, [mine], options("gather", is_async, rootRank=0)).wait()
-    if rank == 0:
-        assert [each[0].item() for each in outputs[0]] == list(range(size))
-    lists = [[torch.full((2,), 5.0 * each) for each in range(size)]] if rank == 0 else []
-    pg.scatter([mine], lists, options("scatter", is_async, rootRank=0)).wait()
-    assert mine[0] == 5 * rank
-
-
-def test_exchanging(pg, rank, size, is_async):
-    given = torch.arange(float(size)) + 10 * rank
-    out = torch.empty(size)
-    pg.alltoall_base(out, given, [], [], options("alltoall", is_async)).wait()
-    torch.testing.assert_close(out, torch.tensor([rank + 10.0 * each for each in range(size)]))
-    pg.all_to_all_single(out, given, [1] * size, [1] * size, options("alltoall", is_async)).wait()
-    torch.testing.assert_close(out, torch.tensor([rank + 10.0 * each for each in range(size)]))
-    outputs = [torch.empty(each + 1) for each in range(size)]
-    pg.alltoall(outputs, [torch.full((rank + 1,), float(rank))] * size, options("alltoall", is_async)).wait()
-    assert [each[0].item() for each in outputs] == list(range(size))
 
 
 def test_wrong_splits(pg, size):
