@@ -72,7 +72,7 @@ QUEUE, WORK, ISSUE, BUFFERS, CACHE = (
     f"{CORE}/{each}.py" for each in ("queue", "work", "issue", "buffers", "call_cache")
 )
 IN_QUEUE = "unit/test_core_queue.py mpi/test_random_programs.py"
-BESIDE_CACHE = "mpi/test_repetition.py mpi/test_collectives.py"
+BESIDE_CACHE = "mpi/test_repetition.py mpi/test_random_programs.py:loop"
 WINDOW = "mpi/test_shared_memory.py"
 
 MUTANTS = [
@@ -127,9 +127,7 @@ MUTANTS = [
         ("            and fits(send.numel(), recv.numel(), ranks)\n", ""),
         ("            and len(set(map(NBYTES, tensors))) == 1\n", ""),
     ),
-    *Lines(ISSUE, f"{BESIDE_CACHE} mpi/test_random_programs.py").broken(
-        ("                and known.in_place is (recv is send)\n", "")
-    ),
+    *Lines(ISSUE, BESIDE_CACHE).broken(("                and known.in_place is (recv is send)\n", "")),
     *Lines(ISSUE, "unit/test_journal.py").broken(
         ("                    journal.retract(record)\n                    raise\n", "                    raise\n"),
         ("        backend.check_reduction(row, either.dtype, op)\n", ""),

@@ -31,7 +31,7 @@ from .expected import MOVING, OPS, equal, mathematics
 # more of them once: HPCDIST_TEST_SEEDS=200
 CALLS = int(os.environ.get("HPCDIST_TEST_CALLS", "100"))
 SEEDS = range(int(os.environ.get("HPCDIST_TEST_SEEDS", "5")))
-ROUNDS = 20  # of a loop
+ROUNDS = 5  # of a loop
 SMALL = [0, 1, 2, 31, 255, 1024]
 SIZES = [*SMALL, 4095, 9000, 20_000, 70_001]
 EDGES = sorted({at for rows in BYTES.values() for at in rows.values() if at <= 2 * MIB})  # bytes, of any library
@@ -145,10 +145,12 @@ class Program:
         seed: of the calls, the same on all ranks.
         groups: with the ranks of each; this rank is in all of them.
         rank: this rank.
+        dtypes: of the tensors.
     """
 
-    def __init__(self, seed, groups, rank):
+    def __init__(self, seed, groups, rank, dtypes=tuple(MOVING)):
         self.seed, self.groups, self.world_rank = seed, groups, rank
+        self.reductions, self.dtypes = [each for each in REDUCING if each[0] in dtypes], dtypes
         self.shared, self.own = random.Random(seed), random.Random(f"{seed} {rank}")
         self.doors = [dist, torch_dist] if torch_dist.is_initialized() else [dist]
         self.pending, self.threads, self.left = [], [], []
@@ -238,11 +240,11 @@ class Program:
         return count, [numbers(self.call, rank, times * count, dtype) for rank in range(self.size)]
 
     def moving(self):
-        dtype = self.shared.choice(MOVING)
+        dtype = self.shared.choice(self.dtypes)
         return dtype, *self.drawn(dtype)
 
     def reducing(self, times=1):
-        dtype, op = self.shared.choice(REDUCING)
+        dtype, op = self.shared.choice(self.reductions)
         count, given = self.drawn(dtype, times)
         self.is_whole = op == dist.ReduceOp.PRODUCT  # of complex numbers, which torch refuses
         if self.is_whole and dtype.is_complex:
@@ -290,7 +292,7 @@ class Program:
 
     def do_reduce_scatter(self):
         """Shares that may differ."""
-        dtype, op = self.shared.choice(REDUCING)
+        dtype, op = self.shared.choice(self.reductions)
         counts, self.is_whole, self.door = self.shares()[0], op == dist.ReduceOp.PRODUCT, dist
         given = [numbers(self.call, rank, sum(counts), dtype) for rank in range(self.size)]
         mine = [self.placed(each) for each in given[self.rank].split(counts)]
@@ -311,7 +313,7 @@ class Program:
         )
 
     def do_all_gather(self):
-        dtype, counts = self.shared.choice(MOVING), self.shares()[0]
+        dtype, counts = self.shared.choice(self.dtypes), self.shares()[0]
         if len({*counts}) > 1:  # torch's door takes equal ones; ranks that differ in form too would be told so
             self.door, self.is_whole = dist, True
         given = [numbers(self.call, rank, count, dtype) for rank, count in enumerate(counts)]
@@ -349,7 +351,7 @@ class Program:
 
     def exchanged(self):
         """A dtype, the elements that this rank sends to each and receives, and those that it sends and expects."""
-        dtype, table = self.shared.choice(MOVING), self.shares()
+        dtype, table = self.shared.choice(self.dtypes), self.shares()
         sent = [numbers(self.call, rank, sum(row), dtype).split(row) for rank, row in enumerate(table)]
         received = [row[self.rank] for row in table]
         return dtype, table[self.rank], received, sent[self.rank], [each[self.rank] for each in sent]
@@ -401,7 +403,7 @@ class Program:
 
     def do_list(self):
         """Tensors that are reduced together, in one call or in several that a manager joins."""
-        (dtype, op), lengths = self.shared.choice(REDUCING), self.shared.choice(LISTS)
+        (dtype, op), lengths = self.shared.choice(self.reductions), self.shared.choice(LISTS)
         self.is_whole, self.door = op == dist.ReduceOp.PRODUCT, dist
         given = [
             [numbers(self.call + place, rank, length // dtype.itemsize, dtype) for rank in range(self.size)]
@@ -428,7 +430,7 @@ class Program:
         )
 
     def do_all_gather_coalesced(self):
-        dtype, lengths, self.door = self.shared.choice(MOVING), self.shared.choice(LISTS), dist
+        dtype, lengths, self.door = self.shared.choice(self.dtypes), self.shared.choice(LISTS), dist
         counts = [length // dtype.itemsize for length in lengths]
         given = [
             [numbers(self.call + place, rank, count, dtype) for place, count in enumerate(counts)]
@@ -497,16 +499,21 @@ class Program:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["straight", "loop", "compared"])
 def test_random_program(kind, seed, rank, size, monkeypatch, request):
-    rounds = ROUNDS if kind == "loop" else 1
-    if kind == "loop":
-        monkeypatch.setattr(issue, "LOOKS", 3)  # calls that come again are recognised sooner
+    calls, rounds, dtypes = CALLS, 1, tuple(MOVING)
+    if kind == "loop":  # of calls that are alike but for sizes, op and root, some of which are prepared
+        monkeypatch.setattr(issue, "LOOKS", 3)
+        calls, rounds, dtypes = (
+            2 * CALLS // ROUNDS,
+            ROUNDS,
+            (torch.float32, (torch.bfloat16, torch.int32, torch.complex64)[seed % 3]),
+        )
     elif kind == "compared":
         request.addfinalizer(lambda: dist.set_debug_level(dist.DebugLevel.OFF))
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     everyone = list(range(size))
     made = [(dist.new_group(ranks), sorted(ranks)) for ranks in (everyone, everyone[1:], everyone[:-1], everyone[::-1])]
     groups = [(dist.group.WORLD, everyone), *(each for each in made if len(each[1]) == size)]
-    Program(seed, groups, rank).run(CALLS // rounds, rounds)
+    Program(seed, groups, rank, dtypes).run(calls, rounds)
     for part in made[1:3]:  # whose calls only their members make
         if rank in part[1] and len(part[1]) > 1:
             Program(seed + 500, [part], rank).run(CALLS // 10)

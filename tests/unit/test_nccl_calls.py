@@ -122,30 +122,18 @@ def test_every_row_with_buffers_has_its_order_here() -> None:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_a_synchronous_call_is_made_on_the_current_stream(name: str) -> None:
+def test_a_call_is_made_on_the_current_stream_or_on_the_side_stream_between_two_events(name: str) -> None:
     backend = connected()
     send, recv, op, root, counts, expected = buffers(name)
     backend.run(Call(ROWS[name], send, recv, op, root, counts))
     assert fake.take_journal() == [*expected, ("current", "records")]
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_an_asynchronous_call_is_made_on_the_side_stream_between_two_events(name: str) -> None:
-    backend = connected()
-    send, recv, op, root, counts, expected = buffers(name)
     finished: list[str] = []
-
-    def finish() -> None:
-        finished.append(backend._cuda.current_stream().name)
-
-    work = backend.start(Call(ROWS[name], send, recv, op, root, counts, finish, []))
+    work = backend.start(
+        Call(ROWS[name], send, recv, op, root, counts, lambda: finished.append(backend._cuda.current_stream().name), [])
+    )
     on_side = [tuple("side" if part == "current" else part for part in call) for call in expected]
-    assert fake.take_journal() == [
-        ("current", "records"),
-        ("side", "waits for", "current"),
-        *on_side,
-        ("side", "records"),
-    ]
+    forks = [("current", "records"), ("side", "waits for", "current")]
+    assert fake.take_journal() == [*forks, *on_side, ("side", "records")]
     assert finished == ["side"]  # what copies staged results runs behind the call
     assert work.wait()
     assert fake.take_journal() == [("current", "waits for", "side")]  # and not the host
