@@ -184,11 +184,9 @@ def test_a_method_of_a_group_with_lists_that_do_not_fit(call, world, rank, size)
 
 # c10d's methods of a group
 REFUSED = {
-    "send two": (RuntimeError, lambda pg, n: pg.send([one(), one()], 0, 0), "single-element tensor list, got 2"),
     "send nothing": (RuntimeError, lambda pg, n: pg.send([], 0, 0), "single-element tensor list, got 0"),
     "send a number": (TypeError, lambda pg, n: pg.send(5, 0, 0), "List"),
     "send to a word": (TypeError, lambda pg, n: pg.send([one()], "0", 0), "a rank is '0'"),
-    "recv two": (RuntimeError, lambda pg, n: pg.recv([one(), one()], 0, 0), "single-element tensor list, got 2"),
     "recv nothing": (RuntimeError, lambda pg, n: pg.recv([], 0, 0), "single-element tensor list, got 0"),
     "recv from None": (TypeError, lambda pg, n: pg.recv([one()], None, 0), "a rank is None"),
     "recv_anysource two": (RuntimeError, lambda pg, n: pg.recv_anysource([one(), one()], 0), "single-element"),
@@ -197,7 +195,6 @@ REFUSED = {
     "allreduce None too": (TypeError, lambda pg, n: pg.allreduce([one(), None]), "List"),
     "allreduce by a word": (TypeError, lambda pg, n: pg.allreduce([one()], "sum"), "ReduceOp"),
     "allreduce, other options": (TypeError, lambda pg, n: pg.allreduce([one()], dist.BarrierOptions()), "ReduceOp"),
-    "allreduce, layouts": (RuntimeError, lambda pg, n: pg.allreduce([sparse(), torch.eye(2)]), "invalid tensor layout"),
     "allreduce, layouts in turn": (RuntimeError, lambda pg, n: pg.allreduce([torch.eye(2), sparse()]), "tensor layout"),
     "allreduce, sparse": (
         RuntimeError,
@@ -228,8 +225,6 @@ REFUSED = {
     "alltoall_base, splits": (TypeError, lambda pg, n: pg.alltoall_base(one(), one(), 1, 1), "list of integers"),
     "barrier, options": (TypeError, lambda pg, n: pg.barrier("now"), "opts is 'now'"),
     "timeout": (TypeError, lambda pg, n: pg.set_timeout(5), "timedelta"),
-    "negative timeout": (RuntimeError, lambda pg, n: pg.set_timeout(BEFORE), "Invalid timeout: -1 s"),
-    "split, nobody": (RuntimeError, lambda pg, n: pg.split_group([]), "cannot be empty"),
     "split, twice": (RuntimeError, lambda pg, n: pg.split_group([0, 0]), "duplicate"),
     "split, outside": (RuntimeError, lambda pg, n: pg.split_group([n]), "out of range"),
     "split, words": (TypeError, lambda pg, n: pg.split_group(["0"]), "a rank is '0'"),

@@ -160,14 +160,7 @@ def test_averages_of_float16_do_not_overflow(several, every):
     assert (tensor == 60000).all()
 
 
-def test_all_ranks_hold_the_same_bits(several, every):
-    for numel in (100, 300_000):
-        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(SEED + every.rank))
-        several.all_reduce(tensor, tensor, ReduceOp.SUM)
-        assert every.bcast(tensor.numpy().tobytes()) == tensor.numpy().tobytes()
-
-
-def test_two_runs_of_one_program_give_the_same_bits(every):
+def test_two_runs_of_one_program_give_the_same_bits_on_all_ranks(every):
     """Also if the ranks come at other times."""
     bits = []
     for run in range(2):
@@ -180,6 +173,7 @@ def test_two_runs_of_one_program_give_the_same_bits(every):
             bits.append(tensor.view(torch.uint8).numpy().tobytes())
         several.close()
     assert bits[:2] == bits[2:]
+    assert bits == every.bcast(bits)
 
 
 def test_random_interleavings(sharing, every):

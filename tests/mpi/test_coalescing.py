@@ -17,11 +17,15 @@ def test_all_reduce_coalesced(rank, size):
     tensors.append(torch.full((4, 6), float(rank)).t())
     work = dist.all_reduce_coalesced(tensors, async_op=True)
     assert work.wait()
+    assert list(map(id, work.get_future().wait())) == list(map(id, tensors))
     for i, tensor in enumerate(tensors[:-1]):
         assert same(tensor, torch.full(shapes[i], float(sum(r + i for r in range(size)))))
     assert bool((tensors[-1] == sum(range(size))).all())
     with pytest.raises(ValueError, match="dtypes"):
         dist.all_reduce_coalesced([torch.ones(1), torch.ones(1, dtype=torch.int32)])
+    with pytest.raises(TypeError, match="op is 'sum'"):
+        dist.all_reduce_coalesced([torch.ones(2)], op="sum")
+    dist.all_reduce_coalesced([])
 
 
 def test_tensors_that_require_grad_or_were_made_in_inference_mode(world, rank, size):
@@ -75,20 +79,6 @@ def coalesced(tensors):
     with dist._coalescing_manager():
         for each in tensors:
             dist.all_reduce(each)
-
-
-def test_future_of_coalesced_work(rank, size):
-    tensors = [torch.ones(3), torch.ones(300_000)]
-    result = dist.all_reduce_coalesced(tensors, async_op=True).get_future().wait()
-    assert [t[0].item() for t in result] == [size, size]
-
-
-def test_all_gather_coalesced(rank, size):
-    inputs = [torch.full((i + 1,), float(rank * 10 + i)) for i in range(3)]
-    outputs = [[torch.empty(i + 1) for i in range(3)] for _ in range(size)]
-    dist.all_gather_coalesced(outputs, inputs)
-    for r in range(size):
-        assert all(same(outputs[r][i], torch.full((i + 1,), float(r * 10 + i))) for i in range(3))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -167,24 +157,6 @@ def test_a_manager_that_fails_leaves_the_group_usable(rank, size):
     assert tensor.item() == size
     with pytest.raises(ValueError, match="nest"), dist._coalescing_manager(), dist._coalescing_manager():
         pass
-
-
-def test_small_tensors_of_every_kind_go_together(rank, size):
-    lazy = torch.full((4,), complex(rank, 1)).conj()
-    plain = [torch.full(shape, float(rank + i)) for i, shape in enumerate([(), (0,), (2, 3), (5,)])]
-    kinds = [*plain, torch.full((3,), float(rank)).neg(), torch.full((2,), float(rank), requires_grad=True)]
-    total = float(sum(range(size)))
-    dist.all_reduce_coalesced(plain)
-    for i, tensor in enumerate(plain):
-        assert bool((tensor == total + i * size).all())
-    dist.all_reduce_coalesced(kinds[4:])
-    assert bool((kinds[4] == -total).all())
-    assert bool((kinds[5] == total).all())
-    dist.all_reduce_coalesced([lazy, lazy.clone()])
-    assert bool((lazy == complex(total, -size)).all())
-    with pytest.raises(TypeError, match="op is 'sum'"):
-        dist.all_reduce_coalesced([torch.ones(2)], op="sum")
-    dist.all_reduce_coalesced([])
 
 
 def test_small_tensors_after_an_asynchronous_call_on_them(rank, size):
