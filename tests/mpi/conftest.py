@@ -75,3 +75,13 @@ def memory_files(monkeypatch):
 @pytest.fixture
 def world(_default_group):
     return dist.group.WORLD  # of the moment: some tests destroy it and make another
+
+
+@pytest.fixture
+def two_nodes(monkeypatch, rank, size):
+    """Two nodes that are imitated by their keys, on one host: ranks of several hosts would share no memory."""
+    hosts = [None] * size
+    dist.all_gather_object(hosts, os.uname().nodename)
+    if len({*hosts}) > 1:
+        pytest.skip("imitated on one host")
+    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")

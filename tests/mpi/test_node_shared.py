@@ -225,9 +225,8 @@ def test_groups(world, rank, size):
         assert dist.node_shared((2,), group=dist.GroupMember.NON_GROUP_MEMBER) is None
 
 
-def test_several_nodes_have_copies_of_their_own(peers, rank, monkeypatch):
+def test_several_nodes_have_copies_of_their_own(two_nodes, rank):
     """Imitated on one machine; ``tests/cluster`` has real ones."""
-    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
     tensor = dist.node_shared((1,), torch.int64, fill=lambda tensor: tensor.fill_(rank))
     assert tensor.tolist() == [rank % 2]
     dist.barrier()

@@ -41,10 +41,10 @@ def test_a_backend_without_windows(world):
 
 
 @pytest.fixture(params=["one node", "two nodes", "own tensors"])
-def opened(request, rank, monkeypatch):
+def opened(request):
     """Makes windows in each of the ways that there are."""
     if request.param == "two nodes":
-        monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
+        request.getfixturevalue("two_nodes")
 
     def make(numel, dtype=torch.float32, group=None):
         given = torch.zeros(numel, dtype=dtype) if request.param == "own tensors" else numel
@@ -169,9 +169,8 @@ def test_signals_are_counted_by_sender(opened, rank, size):
         dist.barrier()
 
 
-def test_a_signal_to_another_node_is_atomic(rank, size, monkeypatch):
+def test_a_signal_to_another_node_is_atomic(two_nodes, rank, size):
     """Its receiver polls what MPI_Put may write in parts."""
-    monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")
     made = []
 
     class Seen:
