@@ -131,6 +131,17 @@ def test_split_group(two_ranks, rank, size):
         dist.split_group(parent, [[0]], backend="cpu:nccl")
 
 
+def test_splits_of_two_parents_have_the_same_names_on_all_ranks_in_whatever_order(rank, size):
+    """Threads of a rank may split two groups of the same ranks, each at its time; names of one world are unique."""
+    ranks, groups = list(range(size)), [dist.new_group(), dist.new_group()]
+    names, everywhere = {}, [None] * size
+    for index in (0, 1) if rank % 2 else (1, 0):
+        names[index] = [groups[index].next_name(ranks) for _ in range(2)]
+    dist.all_gather_object(everywhere, names)
+    assert everywhere == size * [names]
+    assert len({*names[0], *names[1]}) == 4
+
+
 def test_non_members_are_told_and_do_not_communicate(two_ranks, rank):
     group = dist.new_group([0])
     tensor = torch.ones(1)

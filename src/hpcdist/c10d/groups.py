@@ -92,7 +92,7 @@ def new_group(
             f"new_group with use_local_synchronization takes the default group's backend {default.config!r}; "
             f"got {backend!r}"
         )
-    name, limit = WORLD.local_name(chosen), timeout or default.timeout
+    name, limit = default.next_name(chosen), timeout or default.timeout
     for each in default.backends.values():
         each.options = pg_options
     backends = default.create_backends(chosen, name, limit)
@@ -257,9 +257,9 @@ def make(
     count that all processes keep in step.
     """
     parent.any_backend()  # raises if the parent has ended
-    limit, before, before_locally = timeout or parent.timeout, WORLD.count(), dict(WORLD.made_locally)
+    limit, before, before_locally = timeout or parent.timeout, WORLD.count(), parent.named.copy()
     names = [
-        WORLD.local_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
+        parent.next_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
     ]
     index = next((i for i, ranks in enumerate(subgroups) if parent.rank() in ranks), None)
     config = Backend(backend) if backend else parent.config
@@ -297,7 +297,7 @@ def make(
                 parents = by_name.get(name)
                 made[name] = connect_over_store(name) if parents is None else parents.split(subgroups, names, limit)
     except MismatchError:
-        WORLD.made_locally = before_locally  # ranks that gave other lists, or made another call, have counted otherwise
+        parent.named = before_locally  # ranks that gave other lists, or made another call, have counted otherwise
         WORLD.recount(before)
         raise
     if index is None:

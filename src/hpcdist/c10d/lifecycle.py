@@ -21,7 +21,7 @@ from hpcdist.core import errors, factory, hooks, registry
 from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Backend as Communicator
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.group import Group
+from hpcdist.core.group import Group, hashed_name
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import WORLD
@@ -114,7 +114,7 @@ def init_process_group(
         bootstrap = find_peers(device_backends, launch, init_method, store, rank, world_size, comm, limit)
         bootstrap = bootstrap._replace(device_id=device, options=pg_options)
         backends = registry.connect_all(device_backends, bootstrap)
-        name = WORLD.local_name(_ranks) if _ranks else WORLD.next_name()
+        name = hashed_name(*_ranks) if _ranks else WORLD.next_name()
         is_shown = bridge if bridge is not None else environment.is_on(environment.BRIDGE)
         make_default_group(backends, config, name, limit, device, bootstrap.store, is_shown)
 

@@ -45,7 +45,7 @@ def shrink_group(
     excluded = check_excluded(ranks_to_exclude, old)
     is_default = old is WORLD.default
     remaining = [global_rank for rank, global_rank in enumerate(old.ranks) if rank not in excluded]
-    name = WORLD.local_name(remaining)
+    name = old.next_name(remaining)
     aborts = shrink_flags == SHRINK_ABORT
     with old.journal.during("shrink_group"):
         by_device = old.derive(lambda each: each.shrink(sorted(excluded), name, aborts))

@@ -89,12 +89,10 @@ def split_group(
         self.backend(kinds[0])  # raises
     if self.rank() not in ranks:
         return None
-    # no two groups meet under one name, although their members call for the same ranks again
-    self.splits[tuple(ranks)] += 1
-    own_name = f"{self.group_name}:split:{'_'.join(map(str, ranks))}:{self.splits[tuple(ranks)]}"
-    limit = timeout or self.timeout
+    members, limit = [self.ranks[rank] for rank in ranks], timeout or self.timeout
+    own_name = self.next_name(members)  # no two groups meet under one name, although one was given them
     return make(
-        [self.ranks[rank] for rank in ranks],
+        members,
         self.create_backends(ranks, own_name, limit, kinds),
         self.config,
         group_name or own_name,

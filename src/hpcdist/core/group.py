@@ -5,7 +5,9 @@ What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -25,6 +27,11 @@ from hpcdist.core.work import HeldWork, Work, check_timeout
 
 UNGROUPED = nullcontext()
 DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
+
+
+def hashed_name(*parts: object) -> str:
+    """Return a short name made of some parts."""
+    return hashlib.sha1("_".join(map(str, ("hpcdist", *parts))).encode(), usedforsecurity=False).hexdigest()
 
 
 class ParentsBackend:
@@ -104,6 +111,7 @@ class Group:
         self.left: list[Backend] = []  # of a group that has ended: another thread may still be in a call on them
         self._ended: dict[Backend, None] = {}
         self.is_watched = True  # whether the watchdog looks at such calls: not if only daemons are in them
+        self.named: Counter[tuple[int, ...]] = Counter()  # how often each list of ranks was named by ``next_name``
         self.making: list[list[int]] = []  # the global ranks of groups that only their members make, on this rank
         self.known = CallCache()  # what need not be asked of a collective that repeats the last one of its kind
         self.kept: dict[str, Any] = {}  # what calls of the layers above keep for the next one, by their names
@@ -126,6 +134,14 @@ class Group:
     def group_name(self) -> str:
         """The name that is unique in this process and the same on every rank of the group."""
         return self._name
+
+    def next_name(self, ranks: Sequence[int]) -> str:
+        """Return a name for the next group of some ranks of this one, which its members find without asking anyone.
+
+        It does not depend on other groups, whose splits another thread may make in between.
+        """
+        self.named[tuple(ranks)] += 1
+        return hashed_name(self._name, *ranks, self.named[tuple(ranks)])
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of each later call."""

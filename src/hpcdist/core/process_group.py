@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,7 +28,6 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     def __init__(self, ranks: tuple[int, ...], rank: int, *args: Any) -> None:
         torch.distributed.ProcessGroup.__init__(self, rank, len(ranks))  # type: ignore[call-arg]  # not in the stub
         C10dMethods.__init__(self, ranks, rank, *args)
-        self.splits: Counter[tuple[int, ...]] = Counter()  # how often each list of ranks was made a group
 
     split_group: Any  # ``core.factory`` adds it
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed
@@ -26,7 +24,6 @@ class World:
         self.default: Group | None = None
         self.groups: dict[str, Group] = {}
         self.made = 0  # by all ranks together
-        self.made_locally: dict[tuple[int, ...], int] = {}  # by their members only, per set of ranks
         self.store: Store | None = None
         self.mirror: Any = None  # who else must know these groups: ``torch_bridge.mirror.TorchWorld``
         self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
@@ -90,14 +87,6 @@ class World:
         self.made = made
         if self.mirror is not None:
             self.mirror.recount(made)
-
-    def local_name(self, ranks: Sequence[int]) -> str:
-        """Return a name for the next group of these ranks, which its members find without asking anyone."""
-        key = tuple(ranks)
-        count = self.made_locally.get(key, 0)
-        self.made_locally[key] = count + 1
-        text = "_".join(map(str, ("hpcdist", *key, count)))
-        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def clear(self) -> None:
         """Forget everything, so that an init may follow; groups that are a world of their own stay while they live."""

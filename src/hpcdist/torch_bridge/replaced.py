@@ -103,8 +103,9 @@ def local_name(stock: Function, ranks: Any, use_hashed_name: bool) -> Any:
     Its own name has the number of groups that the process has made, or has, in it, and torch 2.14 counts this one for
     the names of groups that all make too: on members that are in different numbers of groups the names differ.
     """
-    is_ours = use_hashed_name and isinstance(c10d._world.default_pg, ProcessGroup)
-    return WORLD.local_name(ranks) if is_ours else stock(ranks, use_hashed_name)
+    default: Any = c10d._world.default_pg
+    is_ours = use_hashed_name and isinstance(default, ProcessGroup)
+    return default.next_name(ranks) if is_ours else stock(ranks, use_hashed_name)
 
 
 def split_source(stock: Function, pg: Any) -> Any:
