@@ -31,6 +31,8 @@ def test_the_headline_has_gloos_words_and_ours():
     assert re.match(r"Timed out waiting 1500ms: barrier #7 on group '0' has not ended after 1\.5 s", said)
     assert re.search(" (Timed out|closed|timeout) ", said)  # as torch's own tests search
     assert said.endswith("called at train.py:12 (main)")
+    early = report.headline({**BARRIER, "seconds": 0.0}, 30.0, False)  # given up with another call of the group
+    assert early.startswith("barrier #7 on group '0' has not ended after 0.0 s (the timeout is 30 s), called at ")
 
 
 def test_a_message_names_its_peer_and_a_call_of_some_ranks_all_that_may_be_missing():

@@ -185,14 +185,15 @@ def compose_message(
     return shortened([f"{listed(ranks)} {where}" for where, ranks in lines.items()])
 
 
-def headline(mine: dict[str, Any], timeout: float) -> str:
-    """Return the sentence that says what waited; torch's programs look for gloo's words at its beginning."""
+def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> str:
+    """Return the sentence that says what waited; if that is overdue, it begins with what torch's programs look for."""
     tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
-    return (
-        f"Timed out waiting {timeout * 1000:.0f}ms: {title(mine)}{tensor} on {mine['label']} has not ended after "
-        f"{mine['seconds']:.1f} s (the timeout is {timeout:g} s), {where}"
+    said = (
+        f"{title(mine)}{tensor} on {mine['label']} has not ended after {mine['seconds']:.1f} s "
+        f"(the timeout is {timeout:g} s), {where}"
     )
+    return f"Timed out waiting {timeout * 1000:.0f}ms: {said}" if is_overdue else said
 
 
 # -- who asks ------------------------------------------------------------------------------------

@@ -427,11 +427,11 @@ class Watchdog:
 
     def _end_as_reported(self, each: UnderWay, found: Report) -> None:
         """End a wait for what another rank found out."""
-        mine = self._described(each)
-        headline = report.headline(mine, each.timeout)
+        mine, is_same = self._described(each), Collective.of(each) == found.collective
+        headline = report.headline(mine, each.timeout, is_same)
         self.say(f"{headline}; see the report of rank {found.reporter}")
         lines = "; ".join(found.lines)
-        if Collective.of(each) != found.collective:
+        if not is_same:
             lines = f"rank {found.reporter} gave {found.title} of {mine['label']} up: {lines}"
         self._end(each, mine, f"{headline}: {lines}", True)
 
