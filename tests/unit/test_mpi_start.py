@@ -154,3 +154,10 @@ def test_mpi_starts_without_a_home() -> None:
     start = "from hpcdist.backends.mpi.process import runtime; runtime.world(); print('started')"
     done = programs.run(["env", "-u", "HOME", sys.executable, "-c", start])
     assert done.stdout == "started\n", done.stderr
+
+
+def test_another_module_named_mpi4py_before_the_real_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").touch()
+    program = programs.start([sys.executable, "-c", "import hpcdist; hpcdist.init_process_group('mpi')"], tmp_path)
+    _, said = program.communicate(timeout=60)
+    assert f"backend 'mpi' cannot be loaded: cannot import name 'rc' from 'mpi4py' ({tmp_path}/mpi4py.py)" in said

@@ -6,8 +6,8 @@ so that ``runtime`` decides when MPI starts and ends; a program that imported ``
 
 import sys
 
-import mpi4py
+from mpi4py import rc
 
 if "mpi4py.MPI" not in sys.modules:
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = False
+    rc.initialize = False
+    rc.finalize = False
