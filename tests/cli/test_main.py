@@ -43,6 +43,14 @@ def test_a_closed_stdout_is_no_error(monkeypatch):
     assert cli_main.main(["explain"]) == 0
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpcdist.cli.explain.run", interrupted)
+    assert cli_main.main(["explain"]) == 128 + signal.SIGINT
+
+
 @pytest.mark.parametrize("args", [[], ["docter"]])
 def test_a_wrong_call_is_2_and_names_the_commands(args, capsys):
     assert cli_main.main(args) == 2

@@ -47,7 +47,7 @@ def tell(text: str, file: TextIO | None = None) -> None:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command, by its name and arguments; return its exit status, 2 for a wrong call."""
+    """Run one command, by its name and arguments; return its exit status, 2 for a wrong call, 130 after Ctrl-C."""
     given = sys.argv[1:] if args is None else args
     if given and given[0] == "run":  # whose output and errors are its script's
         return dispatched(given)
@@ -58,6 +58,8 @@ def main(args: list[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="replace")  # a locale may lack the marks
         status = dispatched(given)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

@@ -6,7 +6,6 @@ It prints one page for all ranks, and exits with 1 if something is wrong.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -61,20 +60,17 @@ def parser() -> JobParser:
 
 
 def run(args: list[str]) -> int:
-    """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments, 130 after SIGINT."""
+    """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments."""
     options = parser().parse_args(args)
     warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
     work, report = partial(examine, options=options), partial(report_end, options=options)
-    try:
-        if CONNECTION in os.environ:
-            return watch(work, options.seconds, report)
-        if start := slurm_step.whole_allocation():
-            line = [*start, sys.executable, "-m", "hpcdist", "doctor", *args]
-            print("$", *line, file=sys.stderr, flush=True)
-            return subprocess.run(line, env=mpi_library.mpi_free_environment(), check=False).returncode
-        return supervise(work, options.seconds, report)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    if CONNECTION in os.environ:
+        return watch(work, options.seconds, report)
+    if start := slurm_step.whole_allocation():
+        line = [*start, sys.executable, "-m", "hpcdist", "doctor", *args]
+        print("$", *line, file=sys.stderr, flush=True)
+        return subprocess.run(line, env=mpi_library.mpi_free_environment(), check=False).returncode
+    return supervise(work, options.seconds, report)
 
 
 def examine(tell: Step, options: Namespace) -> int:
