@@ -9,6 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -55,6 +57,15 @@ def test_fully_shard_equals_one_process(rank, size, reshard):
     train(model, inputs(size)[rank])
     for name, each in expected.named_parameters():
         torch.testing.assert_close(whole(model)[name], each)
+
+
+def test_a_sharded_tensor_is_gathered_on_a_device_that_the_group_carries(world, rank, size):
+    """torch takes the first of the backend's devices that is not the CPU, in a CUDA build without a GPU too."""
+    assert {*torch.distributed.BackendConfig("hpcdist").get_device_backend_map()} == {*world.backends}
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{each}/cpu" for each in range(size)])
+    out = torch.empty(2 * size, 3, device="cpu") if rank == 0 else None
+    sharded_tensor.full(spec, (2 * size, 3), 7.0).gather(0, out)
+    assert out is None or torch.equal(out, torch.full_like(out, 7.0))
 
 
 IS_LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)

@@ -170,6 +170,7 @@ def make_default_group(
             settings["TORCH_DISTRIBUTED_DEBUG=DETAIL"] = str(get_debug_level() == DebugLevel.DETAIL)
             check_same(group.cpu, settings)
         watch(group)
+        registration.limit_devices(backends)
         if group.rank() == 0:
             topology.warn_if_spread()
         if is_shown:

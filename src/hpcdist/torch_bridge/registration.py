@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import cache
 from typing import Any
 from urllib.parse import urlparse
@@ -80,6 +80,14 @@ def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> I
     yield fresh_store(), launch.rank, launch.size
 
 
+def limit_devices(carried: Container[str]) -> None:
+    """Have the name "hpcdist" stand for the devices of the default group: torch's libraries take a GPU if it has one.
+
+    A torch that is built for CUDA may run where there is no GPU.
+    """
+    dist.Backend.backend_capability[NAME] = [each for each in DEVICES if each in carried]
+
+
 def cpu_backend(asked: str) -> str:
     """Return the backend that a string, be it a name or pairs, asks for the CPU; nothing if it asks for none."""
     if ":" not in asked:
@@ -119,6 +127,7 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
             decision.check_mpi(launch, size)
+        limit_devices(DEVICES)
         if size < 0:  # c10d asks nobody for its own MPI, nor for a store
             rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
             args = (fresh_store(), *args[1:])
