@@ -65,7 +65,6 @@ EXCEPTIONS = {
     ("hpcdist.backends.mpi.process.runtime", "hpcdist.launch.arrival"): "which ranks have not come to the start of MPI",
     ("hpcdist.c10d.names", "hpcdist.backends.mpi.process.runtime"): "asks whether there is an MPI",
     ("hpcdist.c10d.lifecycle", "hpcdist.backends.mpi.process.runtime"): "checks the user's communicator",
-    ("hpcdist.c10d.compat.dist2", "hpcdist.backends.mpi.process.runtime"): "the same, for torch's dist2",
 }
 WHERE_MPI_IS = ("hpcdist.backends.mpi", "hpcdist.launch", "hpcdist.cli")
 # one module of each of these imports no other's: mpi, nccl, loopback, and gloo with what carries c10d's own; torch's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -128,39 +129,31 @@ def _coalescing_manager(
 
 def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> Iterator[Work | None]:
     """Run or begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
-    alike: list[Any] = []
-    waiting: list[HeldWork] = []  # of those
-    op: Any = None
-
-    def flush() -> list[Work]:
-        begun: list[Work] = []
-        if alike and (async_ops or not several.reduce_plain(pg, alike, op)):
-            begun.append(several.reduce_together(pg, as_tensors(alike, "tensor", writable=True), op, async_ops))
-        for each in waiting:
-            each._begin(begun)
-        alike.clear()
-        waiting.clear()
-        return begun
-
-    for call, own in held:
-        # a PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks
-        if (
-            call.row is ALL_REDUCE
-            and call.send is call.recv
-            and call.finish is None
-            and canonical(call.op).__class__ is ReduceOp.RedOpType
-        ):
-            if alike and canonical(call.op) is not canonical(op):
-                yield from flush()
-            op = call.op
-            alike.append(call.send)
-            waiting.append(own)
+    for op, row in groupby(held, lambda each: common_op(each[0])):
+        calls = list(row)
+        if op is None:
+            for call, own in calls:
+                work = issue_any(call, pg, several.is_begun(pg, call.tensor, async_ops))
+                own._begin([] if work is None else [work])
+                yield work
             continue
-        yield from flush()
-        work = issue_any(call, pg, several.is_begun(pg, call.tensor, async_ops))
-        own._begin([] if work is None else [work])
+        work, given = None, [call.send for call, _ in calls]
+        if async_ops or not several.reduce_plain(pg, given, op):
+            work = several.reduce_together(pg, as_tensors(given, "tensor", writable=True), op, async_ops)
+        for _, own in calls:
+            own._begin([] if work is None else [work])
         yield work
-    yield from flush()
+
+
+def common_op(call: Call) -> Any:
+    """Return the op of an all_reduce that others with this op may join; None of any other call.
+
+    A PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks.
+    """
+    if call.row is not ALL_REDUCE or call.send is not call.recv or call.finish is not None:
+        return None
+    op = canonical(call.op)
+    return op if op.__class__ is ReduceOp.RedOpType else None
 
 
 def begun_or_ended(work: Work, async_op: bool) -> Work | None:

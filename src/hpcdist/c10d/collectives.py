@@ -15,26 +15,12 @@ from typing import Any
 
 from torch.distributed import ReduceOp
 
-from hpcdist.core import world
+from hpcdist.core import table, world
 from hpcdist.core.buffers import as_tensor, as_tensors
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import dispatch, issue
 from hpcdist.core.lists import splits_of
-from hpcdist.core.table import (
-    ALL_GATHER,
-    ALL_GATHER_SINGLE,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SINGLE,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_SINGLE,
-    SCATTER,
-)
 from hpcdist.core.work import NO_TIMEOUT, Work, check_timeout
 
 
@@ -56,7 +42,7 @@ def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op:
         RuntimeError: an op without meaning for the dtype.
         TypeError: not a tensor.
     """
-    return issue(ALL_REDUCE, group, tensor, tensor, op, None, async_op)
+    return issue(table.ALL_REDUCE, group, tensor, tensor, op, None, async_op)
 
 
 def broadcast(
@@ -78,7 +64,7 @@ def broadcast(
     """
     if (target := world.route(group, "broadcast", src, group_src)) is None:
         return None
-    return issue(BROADCAST, target[0], tensor, tensor, None, target[1], async_op)
+    return issue(table.BROADCAST, target[0], tensor, tensor, None, target[1], async_op)
 
 
 def reduce(
@@ -103,7 +89,7 @@ def reduce(
     if (target := world.route(group, "reduce", dst, group_dst)) is None:
         return None
     pg, root = target
-    return issue(REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
+    return issue(table.REDUCE, pg, tensor, tensor if pg.rank() == root else None, op, root, async_op)
 
 
 def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Work | None:
@@ -118,7 +104,7 @@ def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, 
     Raises:
         ValueError: sizes or dtypes that do not fit.
     """
-    return issue(ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
+    return issue(table.ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
 
 
 all_gather_into_tensor = all_gather_single  # torch's earlier name
@@ -147,12 +133,12 @@ def gather_single(
         return None
     pg, root = target
     if pg.rank() != root:
-        return issue(GATHER, pg, tensor, None, None, root, async_op)
+        return issue(table.GATHER, pg, tensor, None, None, root, async_op)
     if gather_tensor.__class__ is list:  # that is ``gather``
         as_tensor(gather_tensor, "gather_tensor")
     if gather_tensor is None:
         raise ValueError(f"gather_tensor must be specified on the destination rank, rank {root} of the group")
-    return issue(GATHER, pg, tensor, gather_tensor, None, root, async_op)
+    return issue(table.GATHER, pg, tensor, gather_tensor, None, root, async_op)
 
 
 def reduce_scatter_single(
@@ -169,7 +155,7 @@ def reduce_scatter_single(
     Raises:
         ValueError: sizes or dtypes that do not fit, and as for ``all_reduce``.
     """
-    return issue(REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
+    return issue(table.REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
 
 
 reduce_scatter_tensor = reduce_scatter_single  # torch's earlier name
@@ -200,7 +186,7 @@ def all_to_all_single(
     splits = None
     if output_split_sizes is not None or input_split_sizes is not None:
         splits = splits_of(output_split_sizes, input_split_sizes)
-    return issue(ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op, splits)
+    return issue(table.ALL_TO_ALL_SINGLE, group, input, output, None, None, async_op, splits)
 
 
 def barrier(
@@ -229,14 +215,14 @@ def barrier(
     if not isinstance(timeout, float):  # seconds, as ``Work.wait`` takes them
         check_timeout(timeout, may_be_zero=True)
     if timeout is None and not device_ids:
-        return issue(BARRIER, group, None, None, None, None, async_op)
+        return issue(table.BARRIER, group, None, None, None, None, async_op)
     if (pg := world.member_group(group, "barrier")) is None:
         return None
     work: Work | None
     if device_ids and "cuda" in pg.carriers and pg.coalescing is None:
-        work = dispatch(pg, pg.backend("cuda"), Call(BARRIER), True)
+        work = dispatch(pg, pg.backend("cuda"), Call(table.BARRIER), True)
     else:
-        work = issue(BARRIER, pg, None, None, None, None, True)
+        work = issue(table.BARRIER, pg, None, None, None, None, True)
     if work is None or async_op:
         return work
     work.wait(NO_TIMEOUT if timeout is None else timeout)
@@ -260,7 +246,7 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     """
     if tensor_list.__class__ is not list:
         tensor_list = as_tensors(tensor_list, "tensor_list", writable=True)
-    return issue(ALL_GATHER, group, tensor, tensor_list, None, None, async_op)
+    return issue(table.ALL_GATHER, group, tensor, tensor_list, None, None, async_op)
 
 
 def gather(
@@ -287,7 +273,7 @@ def gather(
         return None
     pg, root = target
     recv = list_of_root(gather_list, "gather_list", "destination", pg, root, writable=True)
-    return issue(GATHER, pg, tensor, recv, None, root, async_op)
+    return issue(table.GATHER, pg, tensor, recv, None, root, async_op)
 
 
 def scatter(
@@ -314,7 +300,7 @@ def scatter(
         return None
     pg, root = target
     send = list_of_root(scatter_list, "scatter_list", "source", pg, root)
-    return issue(SCATTER, pg, send, tensor, None, root, async_op)
+    return issue(table.SCATTER, pg, send, tensor, None, root, async_op)
 
 
 def reduce_scatter(
@@ -334,7 +320,7 @@ def reduce_scatter(
     """
     if input_list.__class__ is not list:
         input_list = as_tensors(input_list, "input_list")
-    return issue(REDUCE_SCATTER, group, input_list, output, op, None, async_op)
+    return issue(table.REDUCE_SCATTER, group, input_list, output, op, None, async_op)
 
 
 def all_to_all(
@@ -355,7 +341,7 @@ def all_to_all(
         output_tensor_list = as_tensors(output_tensor_list, "output_tensor_list", writable=True)
     if input_tensor_list.__class__ is not list:
         input_tensor_list = as_tensors(input_tensor_list, "input_tensor_list")
-    return issue(ALL_TO_ALL, group, input_tensor_list, output_tensor_list, None, None, async_op)
+    return issue(table.ALL_TO_ALL, group, input_tensor_list, output_tensor_list, None, None, async_op)
 
 
 def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[Group, int] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hpcdist.c10d.collectives import check_root, rooted
+from hpcdist.c10d.point_to_point import itself
 from hpcdist.core import hooks, world
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
@@ -38,12 +39,6 @@ def check_list(value: Any, name: str, length: int, what: str, is_read: bool = Fa
         raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list{' or a tuple' * is_read}")
     if len(value) < length:
         raise ValueError(f"`{name}` has {len(value)} entries; expected {length}, {what}")
-
-
-def check_other(pg: Group, peer: int | None, kind: str) -> None:
-    """Raise c10d's error if a message that blocks is to go to this rank itself, or to come from it."""
-    if peer == pg.rank():
-        raise ValueError(f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process.")
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weights_only: bool = False) -> None:
@@ -194,7 +189,8 @@ def send_object_list(
     if (target := world.route(group, "send_object_list", dst, group_dst)) is None:
         return
     pg, peer = target
-    check_other(pg, peer, "destination")
+    if peer == pg.rank():
+        raise itself(pg, "destination")
     check_list(object_list, "object_list", 0, "any number", is_read=True)
     backend = carrier(pg, "send_object_list")
     with pg.journal.during("send_object_list", peer):
@@ -228,7 +224,8 @@ def recv_object_list(
     if (target := world.origin(group, "recv_object_list", src, group_src)) is None:
         return -1
     pg, source = target
-    check_other(pg, source, "source")
+    if source == pg.rank():
+        raise itself(pg, "source")
     check_list(object_list, "object_list", 0, "any number")
     backend = carrier(pg, "recv_object_list")
     with pg.journal.during("recv_object_list", source):

@@ -95,11 +95,12 @@ def recv(
     return pg.ranks[sender]
 
 
-def itself(pg: Group, kind: str, other: str) -> ValueError:
+def itself(pg: Group, kind: str, other: str | None = None) -> ValueError:
     """Return the error of a blocking call that would wait for this rank itself."""
+    advice = f"; to talk to oneself use {other} or batch_isend_irecv" if other is not None else ""
     return ValueError(
         f"Invalid {kind} rank: {kind} rank should not be the same as the rank of the current process "
-        f"({pg.ranks[pg.rank()]}); to talk to oneself use {other} or batch_isend_irecv"
+        f"({pg.ranks[pg.rank()]}){advice}"
     )
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from hpcdist.core import errors, factory, world
+from hpcdist.core.factory import check_ranks
 from hpcdist.core.group import Group
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.world import WORLD
@@ -120,26 +121,12 @@ def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:
 
 
 def check_excluded(ranks_to_exclude: list[int], group: Group) -> set[int]:
-    """Return the ranks to leave out, or raise c10d's errors where they do not fit the group."""
+    """Return the ranks to leave out, or raise c10d's errors if they do not fit the group."""
     size = group.size()
     if size <= 1:
         raise ValueError(f"Cannot shrink a process group with size {size}: it must have at least 2 ranks")
-    excluded: set[int] = set()
-    for index, rank in enumerate(ranks_to_exclude):
-        if not isinstance(rank, int):
-            raise TypeError(
-                "All elements in ranks_to_exclude must be integers. "
-                f"Element at index {index} is {type(rank).__name__}: {rank}"
-            )
-        if not 0 <= rank < size:
-            raise ValueError(
-                f"Rank {rank} at index {index} is out of bounds for group size {size}. "
-                f"Valid ranks are in range [0, {size - 1}]."
-            )
-        if rank in excluded:
-            raise ValueError(f"Duplicate rank {rank} found in ranks_to_exclude at index {index}")
-        excluded.add(rank)
-    if len(excluded) >= size:
+    excluded = set(check_ranks(ranks_to_exclude, True, size))
+    if len(excluded) == size:
         raise ValueError(f"Cannot exclude all {size} ranks from process group: at least one must remain")
     if group.rank() in excluded:
         raise RuntimeError(

@@ -17,17 +17,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import hooks, profiling, reduction, table
-from hpcdist.core.buffers import (
-    as_list,
-    check_dense,
-    check_memory,
-    concatenate,
-    make_unpack,
-    put,
-    real,
-    same_dtype,
-)
+from hpcdist.core import buffers, hooks, profiling, reduction, table
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
@@ -58,12 +48,12 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[in
     checked: set[tuple[torch.dtype, str]] = set()
     made: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        kind = (real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
+        kind = (buffers.real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
         if tensor.layout is not torch.strided or kind not in checked:
             check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
             checked.add(kind)
         elif not tensor.data_ptr():
-            check_memory(tensor)
+            buffers.check_memory(tensor)
         if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
             made.append([index])
         else:
@@ -102,7 +92,7 @@ def bundle_of(pg: Group, tensors: list[Any]) -> tuple[list[int], Counts | None] 
     for is_like, sizes, counts in pg.known.get(COALESCED, ()):
         if len(sizes) == len(tensors) and is_like(*tensors):
             return sizes, counts
-    listed = as_list(tensors, getattr(tensors[0], "dtype", None)) if tensors else None
+    listed = buffers.as_list(tensors, getattr(tensors[0], "dtype", None)) if tensors else None
     if listed is None or listed.nbytes > BUCKET_BYTES:
         return None
     sizes, counts = listed.sizes, counts_of(listed.sizes, listed.itemsize)
@@ -142,8 +132,8 @@ def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) 
         if len(together) == 1:
             yield issue_any(Call(table.ALL_REDUCE, together[0], together[0], op), pg, begins)
             continue
-        flat = flatten(pg, together, same_dtype(*together), begins)
-        counts, then = counts_of([each.nbytes for each in together], flat.itemsize), make_unpack(flat, together)
+        flat = flatten(pg, together, buffers.same_dtype(*together), begins)
+        counts, then = counts_of([each.nbytes for each in together], flat.itemsize), buffers.make_unpack(flat, together)
         yield issue_any(Call(table.ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
 
 
@@ -229,7 +219,7 @@ def check_same_kind(call: str, tensors: Tensors) -> None:
                 f"{call}: invalid tensor layout at index {index} (expected {first.layout}, got {tensor.layout})"
             )
     if first.layout is not torch.sparse_coo or call != table.ALL_REDUCE.name:
-        check_dense(call, *tensors)
+        buffers.check_dense(call, *tensors)
 
 
 def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
@@ -261,7 +251,7 @@ def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
     """Copy values to each of some tensors."""
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            put(values.view(tensor.shape), tensor)
+            buffers.put(values.view(tensor.shape), tensor)
         else:
             with torch.no_grad():
                 tensor.copy_(values)
@@ -299,7 +289,7 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
     device = inputs[0].device
     flat = flatten(pg, [tensor.to(device) for tensor in inputs], inputs[0].dtype, async_op)
     everything = torch.empty(len(pg.ranks) * flat.numel(), dtype=flat.dtype, device=device)
-    copies = [make_unpack(everything, list(each)) for each in outputs]
+    copies = [buffers.make_unpack(everything, list(each)) for each in outputs]
 
     def copy() -> None:
         for each in copies:
@@ -313,10 +303,10 @@ def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: A
     """Combine the lists of all tensors of all ranks and leave each output its entry."""
     check_same_kind("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
     how, device = canonical(op), outputs[0].device
-    parts = [concatenate([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
+    parts = [buffers.concatenate([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
     total = combined(pg, table.REDUCE_SCATTER_SINGLE, parts, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
-    then = make_unpack(mine, list(outputs))
+    then = buffers.make_unpack(mine, list(outputs))
     return issue_any(
         Call(table.REDUCE_SCATTER_SINGLE, total, mine, how, finish=then, result=list(outputs)), pg, async_op
     )

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d.lifecycle import limited, watch
+from hpcdist.c10d.lifecycle import find_peers, limited, watch
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
@@ -95,7 +95,13 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     if where.type not in carried:
         raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
     with limited({where.type: backend}, kwargs.get("comm"), timeout):
-        bootstrap = find_peers(backend, timeout, kwargs)._replace(device_id=where if where.index is not None else None)
+        if backend in ("gloo", "nccl"):
+            store, rank, size = meet(timeout)
+            bootstrap = Bootstrap(rank, size, timeout, store=store)
+        else:
+            launch = None if backend == "loopback" else decision.launched()
+            bootstrap = find_peers({where.type: backend}, launch, None, None, -1, -1, kwargs.get("comm"), timeout)
+        bootstrap = bootstrap._replace(device_id=where if where.index is not None else None)
         made = registry.connect(backend, bootstrap)
         name = f"dist2:{next(COUNT)}"
         numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
@@ -106,22 +112,6 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         if is_first:
             watch(group)
     return group
-
-
-def find_peers(backend: str, timeout: timedelta, options: dict[str, Any]) -> Bootstrap:
-    """Find the other processes in the way that a backend needs."""
-    if backend == "loopback":
-        return Bootstrap(0, 1, timeout)
-    if backend == "mpi":
-        from hpcdist.backends.mpi.process import runtime
-
-        if (comm := options.get("comm")) is None:
-            decision.check_mpi(decision.launched())
-            comm = runtime.world(timeout)
-        comm = runtime.checked(comm)
-        return Bootstrap(comm.Get_rank(), comm.Get_size(), timeout, comm=comm)
-    store, rank, size = meet(timeout)
-    return Bootstrap(rank, size, timeout, store=store)
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
