@@ -16,7 +16,7 @@ from hpcdist.c10d.groups import make
 from hpcdist.c10d.lifecycle import init_process_group
 from hpcdist.core.factory import check_ranks
 from hpcdist.core.world import WORLD, default_group
-from hpcdist.torch_bridge import meshes, mirror
+from hpcdist.torch_bridge import mirror, replaced
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -66,4 +66,4 @@ def make_dimension(ranks_per_subgroup: list[list[int]], description: str, is_sor
     return make(default, subgroups, None, None, None, description, None)
 
 
-meshes.split_meshes_by(make_dimension)
+replaced.split_meshes_by(make_dimension)

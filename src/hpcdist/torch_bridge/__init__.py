@@ -6,8 +6,8 @@ what it touches, and the versions where that was checked:
 
 - ``mirror``: our groups in torch's tables; ``late_store``: the store that goes with them.
 - ``registration``: the backend "hpcdist", ``env://`` under MPI's launchers, and the diversion of unmodified scripts.
-- ``meshes``: DeviceMesh. ``profiler``: events. ``compiler``: torch.compile. ``dispatch``: modes and subclasses;
-  ``operators``: c10d's operators on our groups.
+- ``replaced``: functions of torch. ``profiler``: events. ``compiler``: torch.compile.
+- ``dispatch``: c10d's operators on our groups, which modes and subclasses see.
 - ``private_names``: single names.
 
 Importing the package installs the events, and the dispatcher's part if this torch has the names for it.

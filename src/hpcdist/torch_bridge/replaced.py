@@ -21,11 +21,13 @@ _set_allow_inflight_collective_as_graph_input``       ``wait_tensor`` could wait
 ``Reducer._set_forward_pass_work_handle``             hold it
 ``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
 _register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
+``device_mesh.DeviceMesh._init_one_process_group``,   one MPI_Comm_split a dimension of a DeviceMesh,     2.10.0, 2.15.0
+``_mesh_layout._MeshLayout``                          for all its groups
 ====================================================  ==================================================  ==============
 
 Others are replaced beside what they need: ``_new_process_group_helper`` (``registration``; a program that has not
-imported hpcdist: ``hpcdist.autoload``), ``DeviceMesh._init_one_process_group`` (``meshes``), ``start_debug_server``
-(``hpcdist.c10d.debug_server``), and under ``hpcdist run`` ``rendezvous`` and ``is_mpi_available`` (``registration``).
+imported hpcdist: ``hpcdist.autoload``), ``start_debug_server`` (``hpcdist.c10d.debug_server``), and under
+``hpcdist run`` ``rendezvous`` and ``is_mpi_available`` (``registration``).
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from contextlib import nullcontext, suppress
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -193,3 +197,29 @@ def replace_all() -> None:
     replace("_register_work", hold_work, bindings)
     replace("_set_forward_pass_work_handle", hold_work, bindings.Reducer)
     replace("_register_builtin_comm_hook", register_hook, DistributedDataParallel)
+
+
+def split_meshes_by(make: Callable[[list[list[int]], str, bool], Any]) -> None:
+    """Let DeviceMesh make all groups of a dimension in one step if the default group is ours.
+
+    ``make`` makes disjoint groups of global ranks, with a description, in ascending order or not; it returns this
+    rank's or None.
+    """
+    if not has("groups of a mesh's dimension in one place"):
+        return  # torch's own loop over new_group makes the same groups, one by one
+    from torch.distributed._mesh_layout import _MeshLayout
+
+    stock = device_mesh.DeviceMesh._init_one_process_group
+
+    def init_one(sub_layout: Any, rank_map: torch.Tensor, dim_name: str, backend_override: Any, *keeps: bool) -> Any:
+        default: Any = WORLD.default
+        if default is None or c10d._world.default_pg is not default or tuple(backend_override) != (None, None):
+            return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)
+        nested = sub_layout.nest() if has("layouts of a mesh that nest") else _MeshLayout([sub_layout])
+        ranks = nested.remap_to_tensor(rank_map).tolist()
+        if sub_layout.numel() == dist.get_world_size() and (not any(keeps) or ranks[0] == sorted(ranks[0])):
+            return stock(sub_layout, rank_map, dim_name, backend_override, *keeps)  # the default group itself
+        mine = make(ranks, f"mesh_{dim_name}", not any(keeps))
+        return mine.group_name if mine is not None else None
+
+    setattr(device_mesh.DeviceMesh, "_init_one_process_group", staticmethod(init_one))  # noqa: B010  # for mypy
