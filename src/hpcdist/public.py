@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 import hpcdist.c10d.debug_server
 import hpcdist.c10d.torch_init
 from hpcdist import dist2
-from hpcdist.c10d.coalescing import CoalescingManager as _CoalescingManager
 from hpcdist.c10d.coalescing import _coalescing_manager, all_gather_coalesced, all_reduce_coalesced
 from hpcdist.c10d.collectives import (
     all_gather,

@@ -111,7 +111,7 @@ class ElasticJob:
                 if self._spares:
                     own = everyone.split([self._members], ["elastic"], self._timeout)
         if self._spares:
-            made = WORLD.count()
+            made = WORLD.made
             destroy_process_group()
             WORLD.made = made
             if own is not None:
@@ -290,7 +290,7 @@ class ElasticJob:
         everyone = self._everyone
         mine = Report(
             self._id, status, self._epoch, len(self._members), self._snapshot.step if self._holds else -1,
-            WORLD.count(), self._agreed_changes,
+            WORLD.made, self._agreed_changes,
             sum(time.monotonic() - each < HOUR for each in self._changed),
         )  # fmt: skip
         gathered = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")

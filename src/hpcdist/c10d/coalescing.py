@@ -19,6 +19,7 @@ from hpcdist.core.issue import issue_any
 from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_REDUCE
 from hpcdist.core.work import HeldWork, Work
+from hpcdist.torch_bridge.private_names import CoalescingManager
 
 
 def all_reduce_coalesced(
@@ -72,28 +73,10 @@ def all_gather_coalesced(
     return begun_or_ended(work, async_op)
 
 
-class CoalescingManager:
-    """The calls made inside ``_coalescing_manager`` and, with ``async_ops``, their Work (c10d's name)."""
-
-    def __init__(self) -> None:
-        self.works: list[Work] = []
-
-    def append(self, work: Work | None = None) -> None:
-        """Add a Work to wait for."""
-        if work is not None:
-            self.works.append(work)
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-
-
 @contextlib.contextmanager
 def _coalescing_manager(
     group: Group | None = None, device: torch.device | None = None, async_ops: bool = False
-) -> Iterator[CoalescingManager]:
+) -> Iterator[Any]:
     """Hold back the collectives made inside and issue them together at the end (c10d's private name).
 
     Args:

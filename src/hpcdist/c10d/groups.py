@@ -257,7 +257,7 @@ def make(
     count that all processes keep in step.
     """
     parent.any_backend()  # raises if the parent has ended
-    limit, before, before_locally = timeout or parent.timeout, WORLD.count(), parent.named.copy()
+    limit, before, before_locally = timeout or parent.timeout, WORLD.made, parent.named.copy()
     names = [
         parent.next_name([parent.ranks[r] for r in ranks]) if is_local else WORLD.next_name() for ranks in subgroups
     ]
@@ -298,7 +298,7 @@ def make(
                 made[name] = connect_over_store(name) if parents is None else parents.split(subgroups, names, limit)
     except MismatchError:
         parent.named = before_locally  # ranks that gave other lists, or made another call, have counted otherwise
-        WORLD.recount(before)
+        WORLD.made = before
         raise
     if index is None:
         return None

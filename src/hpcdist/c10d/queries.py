@@ -160,7 +160,7 @@ def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | N
 
 def get_pg_count() -> int:
     """Return how many groups all ranks have made together since ``init_process_group``."""
-    return WORLD.count()
+    return WORLD.made
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

@@ -372,15 +372,11 @@ class C10dMethods(Group):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in self.backends]
 
-    def _get_backend(self, device: torch.device) -> DeviceBackend:
-        return DeviceBackend(self, self.backend(device))
-
     def get_backend(self, device: torch.device) -> DeviceBackend:
         """Return what torch asks about the backend of a device; it asks by this name since 2.14."""
-        return self._get_backend(device)
+        return DeviceBackend(self, self.backend(device))
 
-    def _get_backend_name(self) -> str:
-        return self.config
+    _get_backend = get_backend
 
     def getBackendName(self) -> str:
         """Return the name for DDP's logger, which would look inside "gloo" and "nccl" in C++."""
@@ -389,6 +385,8 @@ class C10dMethods(Group):
     def name(self) -> str:
         """Return the backend string."""
         return self.config
+
+    _get_backend_name = name
 
     def getGroupName(self) -> str:
         """Return the name; C++ asks by this name."""

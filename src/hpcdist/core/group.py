@@ -46,11 +46,10 @@ class ParentsBackend:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
         self._inner = inner  # kept: what ends with its last reference would be ended for the parent
 
-    def close(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Leave the communicator as it is."""
 
-    def abort(self, reason: str) -> None:
-        """Leave the communicator as it is."""
+    close = abort
 
     def pending(self) -> list[Work]:
         """Return no call: what the parent has under way raises here."""

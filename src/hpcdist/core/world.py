@@ -23,7 +23,7 @@ class World:
     def __init__(self) -> None:
         self.default: Group | None = None
         self.groups: dict[str, Group] = {}
-        self.made = 0  # by all ranks together
+        self._made = 0  # by all ranks together
         self.store: Store | None = None
         self.mirror: Any = None  # who else must know these groups: ``torch_bridge.mirror.TorchWorld``
         self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
@@ -72,21 +72,21 @@ class World:
         self.groups = {key: each for key, each in self.groups.items() if each is not group}
         return len(self.groups) < before
 
-    def count(self) -> int:
-        """Return how many groups all ranks have made together, also those that the mirror's owner made."""
-        return self.made if self.mirror is None else max(self.made, self.mirror.count())
+    @property
+    def made(self) -> int:
+        """How many groups all ranks have made together, also those that the mirror's owner made."""
+        return self._made if self.mirror is None else max(self._made, self.mirror.made)
+
+    @made.setter
+    def made(self, made: int) -> None:
+        self._made = made
+        if self.mirror is not None:
+            self.mirror.made = made
 
     def next_name(self) -> str:
         """Return a name for the next group that all ranks make together; it is the same on all of them."""
-        index = self.count()
-        self.recount(index + 1)
-        return str(index)
-
-    def recount(self, made: int) -> None:
-        """Set how many groups all ranks have made together."""
-        self.made = made
-        if self.mirror is not None:
-            self.mirror.recount(made)
+        self.made += 1
+        return str(self.made - 1)
 
     def clear(self) -> None:
         """Forget everything, so that an init may follow; groups that are a world of their own stay while they live."""

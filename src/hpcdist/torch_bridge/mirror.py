@@ -33,13 +33,14 @@ NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group take
 class TorchWorld:
     """torch.distributed's tables of groups, as a mirror of ours (``World.mirror``)."""
 
-    def recount(self, made: int) -> None:
-        """Have torch give no group the number of one of ours."""
-        c10d._world.group_count = made
-
-    def count(self) -> int:
-        """Return how many groups torch has counted: on every rank, also where this one is not a member."""
+    @property
+    def made(self) -> int:
+        """How many groups torch has counted: on every rank, also if this one is not a member."""
         return c10d._world.group_count
+
+    @made.setter
+    def made(self, made: int) -> None:
+        c10d._world.group_count = made  # torch gives no group the number of one of ours
 
     def add(self, group: ProcessGroup) -> None:
         """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
@@ -88,7 +89,6 @@ def show(group: ProcessGroup) -> None:
 
 def join() -> None:
     """Follow torch's world, which itself enters its default group in its tables."""
-    WORLD.made = max(WORLD.made, c10d._world.group_count)
     WORLD.mirror = TorchWorld()
 
 

@@ -40,13 +40,14 @@ def named(name: str) -> Any:
 
 # what beside c10d's functions takes a group, and so one of ours: DDP's pieces, collectives over a store
 BuiltinCommHookType = named("BuiltinCommHookType")
+CoalescingManager = named("_CoalescingManager")  # the Works of calls that are issued together
 GradBucket = named("GradBucket")
 Logger = named("Logger")
 ProcessGroupGloo = named("ProcessGroupGloo")
 Reducer = named("Reducer")
 UNDERSCORED = {name: named(name) for name in (
-    "_DEFAULT_FIRST_BUCKET_BYTES", "_Backend", "_ControlCollectives", "_StoreCollectives", "_Work",
-    "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_create_process_group_wrapper",
+    "_CoalescingManager", "_DEFAULT_FIRST_BUCKET_BYTES", "_Backend", "_ControlCollectives", "_StoreCollectives",
+    "_Work", "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_create_process_group_wrapper",
     "_make_nccl_premul_sum",
     "_register_builtin_comm_hook", "_register_comm_hook", "_remote_device", "_test_python_store", "_time_estimator",
     "_verify_params_across_processes",
