@@ -86,69 +86,47 @@ def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
     return buffers.same_dtype(*tensors)
 
 
-def with_list(
-    pg: Group, call: Call, name: str, list_name: str, async_op: bool
-) -> tuple[Any, Any, Callable[[], None] | None, list[torch.Tensor], list[int]]:
-    """Check a call, with what the caller gave, on one tensor and a list of one a rank; errors are c10d's.
+def with_list(pg: Group, call: Call, async_op: bool) -> Call:
+    """Check a call of one tensor and a list of one a rank, and return it on what the library takes.
 
-    Returns the tensor, what the library reads or writes of the list, what then copies to the list, the list, and the
-    bytes of each of its tensors.
+    Which call that is follows from the sizes of the list's entries: they are the same on all ranks.
     """
-    row, is_written, rank = call.row, call.recv.__class__ is list, pg.rank()
+    row, is_written, rank, then = call.row, call.recv.__class__ is list, pg.rank(), None
     one, many = (call.send, call.recv) if is_written else (call.recv, call.send)
     listed: Any = buffers.as_list(many, one.dtype) if takes_lists(pg) and buffers.is_plain(one) and one.is_cpu else None
-    if listed is not None and len(listed.sizes) == len(pg.ranks):
-        sizes = listed.sizes
-        if sizes[rank] == one.nbytes and not (row.rooted and sizes.count(one.nbytes) < len(sizes)):
-            return one, listed, None, listed.tensors, sizes
-    one = buffers.as_tensor(one, name, writable=not is_written)
-    many = buffers.as_tensors(many, list_name, writable=is_written)
-    buffers.check_length(row.name, list_name, many, len(pg.ranks))
-    dtype = common_dtype(row.name, one, *many)
-    for each in many if row.reduces else ():
-        if each.dtype is not one.dtype:
-            buffers.check_parts(row, call.op, each, one)
-    buffers.check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
-    is_taken, then = are_taken(pg, [one, *many]), None
-    if is_written:
-        listed, then = to_write(many, dtype, is_taken)
+    if listed is not None and (
+        len(listed.sizes) != len(pg.ranks)
+        or listed.sizes[rank] != one.nbytes
+        or (row.rooted and listed.sizes.count(one.nbytes) < len(listed.sizes))
+    ):
+        listed = None
+    if listed is not None:
+        many, sizes = listed.tensors, listed.sizes
     else:
-        listed = to_read(pg, many, dtype, is_taken, async_op)
-    return one, listed, then, many, [each.nbytes for each in many]
-
-
-def all_gather(pg: Group, call: Call, async_op: bool) -> Call:
-    """Gather the tensors of all ranks into a list on every rank; entry r has the size of rank r's tensor."""
-    send, recv, then, outputs, sizes = with_list(pg, call, "tensor", "tensor_list", async_op)
-    counts, row = None, table.ALL_GATHER
-    if sizes.count(sizes[0]) < len(sizes):  # the sizes are the same on every rank
-        width = recv.dtype.itemsize
-        counts = [send.nbytes // width], [size // width for size in sizes]
-    elif not pg.backend(send.device).has_lists:
+        name, list_name = ARRANGED[row]
+        one = buffers.as_tensor(one, name, writable=not is_written)
+        many = buffers.as_tensors(many, list_name, writable=is_written)
+        buffers.check_length(row.name, list_name, many, len(pg.ranks))
+        dtype = common_dtype(row.name, one, *many)
+        for each in many if row.reduces else ():
+            if each.dtype is not one.dtype:
+                buffers.check_parts(row, call.op, each, one)
+        buffers.check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
+        is_taken, sizes = are_taken(pg, [one, *many]), [each.nbytes for each in many]
+        if is_written:
+            listed, then = to_write(many, dtype, is_taken)
+        else:
+            listed = to_read(pg, many, dtype, is_taken, async_op)
+    counts, width = None, listed.dtype.itemsize
+    if not row.rooted and sizes.count(sizes[0]) < len(sizes):
+        counts = [one.nbytes // width], [size // width for size in sizes]
+    elif row is table.REDUCE_SCATTER:
+        row = table.REDUCE_SCATTER_SINGLE
+    elif row is table.ALL_GATHER and not pg.backend(one.device).has_lists:
         row = table.ALL_GATHER_SINGLE
-    return call._replace(row=row, send=send, recv=recv, counts=counts, finish=then, result=outputs)
-
-
-def gather(pg: Group, call: Call, async_op: bool) -> Call:
-    """Gather the tensors of all ranks into a list on the root."""
-    send, recv, then, outputs, _ = with_list(pg, call, "tensor", "gather_list", async_op)
-    return call._replace(send=send, recv=recv, finish=then, result=outputs)
-
-
-def scatter(pg: Group, call: Call, async_op: bool) -> Call:
-    """Hand each rank its tensor of the root's list."""
-    recv, send, *_ = with_list(pg, call, "tensor", "scatter_list", async_op)
-    return call._replace(send=send, recv=recv)
-
-
-def reduce_scatter(pg: Group, call: Call, async_op: bool) -> Call:
-    """Combine the lists of all ranks and leave each rank its entry; entry r has one size on all ranks."""
-    recv, send, _, _, sizes = with_list(pg, call, "output", "input_list", async_op)
-    if sizes.count(sizes[0]) == len(sizes):  # the sizes are the same on every rank
-        return call._replace(row=table.REDUCE_SCATTER_SINGLE, send=send, recv=recv)
-    width = send.dtype.itemsize
-    counts = [size // width for size in sizes], [recv.nbytes // width]
-    return call._replace(send=send, recv=recv, counts=counts)
+    if is_written:
+        return call._replace(row=row, send=one, recv=listed, counts=counts, finish=then, result=many)
+    return call._replace(row=row, send=listed, recv=one, counts=counts and counts[::-1])
 
 
 def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
@@ -226,18 +204,19 @@ def splits_of(received: Any, sent: Any) -> Counts | None:
     return (sent, received) if sent or received else None
 
 
-ARRANGED: dict[Row, Callable[[Group, Call, bool], Call]] = {
-    table.ALL_GATHER: all_gather,
-    table.GATHER: gather,
-    table.SCATTER: scatter,
-    table.REDUCE_SCATTER: reduce_scatter,
-    table.ALL_TO_ALL: all_to_all,
+# the rows of calls on lists, and what the functions call their arguments
+ARRANGED: dict[Row, tuple[str, str]] = {
+    table.ALL_GATHER: ("tensor", "tensor_list"),
+    table.GATHER: ("tensor", "gather_list"),
+    table.SCATTER: ("tensor", "scatter_list"),
+    table.REDUCE_SCATTER: ("output", "input_list"),
+    table.ALL_TO_ALL: ("output_tensor_list", "input_tensor_list"),
 }
 
 
 def arranged(pg: Group, call: Call, async_op: bool) -> Call:
     """Check a call on lists, and return it on what the library takes: lists of memory, or one tensor of all."""
-    call = ARRANGED[call.row](pg, call, async_op)
+    call = (all_to_all if call.row is table.ALL_TO_ALL else with_list)(pg, call, async_op)
     row, send, recv, op, _, counts, then, result, _ = call
     if send.__class__ is not TensorList and recv.__class__ is not TensorList:
         return call
