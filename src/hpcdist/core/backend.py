@@ -221,7 +221,6 @@ class Backend(ABC):
     # -- supervision, and the end ----------------------------------------------------------------------
 
     def pending(self) -> list[Work]:
-        """Return the asynchronous calls that have not ended."""
         queued = [] if self.queue is None else self.queue.pending()
         messages = list(getattr(self, "unfinished", ()))
         return [*queued, *(work for work in messages if not work._done)]

@@ -37,11 +37,9 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the larger buffer."""
         return max(0 if each is None else each.nbytes for each in (self.send, self.recv))
 
     def shown(self) -> list[Any]:
-        """Return what the Work of the call shows."""
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
 
     def without_memory(self) -> Call:

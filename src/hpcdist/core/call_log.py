@@ -38,13 +38,11 @@ class CallPosition(NamedTuple):
 
 
 def calls_differ(size: int, ways: list[str]) -> str:
-    """Return the message of a call that ranks differ in, given who makes which."""
     text = f"the ranks of a group of {size} do not make the same call. {'; '.join(ways)}"
     return explained(text, "calls-differ")
 
 
 def part(words: Words) -> int:
-    """Return what some calls add to the sum."""
     whats, sizes = words
     if any(sizes[7::8]):  # numbers below zero: shares of this rank's own
         sizes = array("q", [max(0, each) for each in memoryview(sizes).cast("q")]).tobytes()
@@ -115,7 +113,6 @@ class CallLog:
         self._rings = (memoryview(b""), memoryview(b""))
 
     def check(self) -> None:
-        """Raise if calls were found to differ."""
         if self.failure is not None:
             self.was_raised = True
             raise CallsDifferError(self.failure)
@@ -150,7 +147,6 @@ class CallLog:
         return CallPosition(number, start, (start + part(words)) % MODULUS)
 
     def place(self) -> CallPosition | None:
-        """Return where this rank is."""
         return self.at(self.last())
 
     def starts(self) -> dict[int, int]:

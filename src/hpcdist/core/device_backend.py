@@ -37,7 +37,6 @@ class DeviceBackend:
 
     @property
     def options(self) -> SimpleNamespace:
-        """The options that c10d's backends have: name, time limit, and the group's name and ranks."""
         group = self._group
         return SimpleNamespace(
             backend=self.name(),
@@ -48,7 +47,6 @@ class DeviceBackend:
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether many calls made together are one call of the library."""
         return self._backend.has_groups
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -64,15 +62,12 @@ class DeviceBackend:
         self._group.set_timeout(timeout)
 
     def name(self) -> str:
-        """Return the backend's name, such as ``"mpi"``."""
         return self._backend.name
 
     def rank(self) -> int:
-        """Return this process's rank in the group."""
         return self._backend.rank
 
     def size(self) -> int:
-        """Return the number of ranks of the group."""
         return self._backend.size
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:

@@ -45,7 +45,6 @@ def end_all(steps: Iterable[Callable[[], Any]]) -> None:
 
 
 def not_initialized() -> ValueError:
-    """Return the error of a call made before ``init_process_group``."""
     return ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
 
 

@@ -40,7 +40,6 @@ class CallRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What c10d calls it."""
         return self.what if isinstance(self.what, str) else self.what.name
 
     @property
@@ -68,11 +67,9 @@ class Ring:
         self.calls = deque(self.calls, maxlen=length)
 
     def last(self) -> tuple[Any, ...] | None:
-        """Return the record of the latest call."""
         return self.calls[-1] if self.calls else None
 
     def pusher(self) -> Callable[[tuple[Any, ...]], None]:
-        """Return what a journal adds its calls with."""
         append, listener = self.calls.append, hooks.listen
         if listener is None:
             return append
@@ -142,7 +139,6 @@ class Journal:
         root: int | None = None,
         limit: float | None = None,
     ) -> tuple[Any, ...]:
-        """Count and record a collective, and return its record."""
         self.sequence = number = self.sequence + 1
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         call = (self, number, what, shape, dtype, root, limit)

@@ -54,7 +54,6 @@ def are_taken(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
 def to_read(
     pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, is_taken: bool, async_op: bool
 ) -> torch.Tensor | TensorList:
-    """Return a call's inputs as what the library reads."""
     if not is_taken:
         return flatten(pg, inputs, dtype, async_op)
     if not async_op:
@@ -168,7 +167,6 @@ def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
 
 
 def check_lengths(call: str, side: str, lists: Any, length: int) -> None:
-    """Raise c10d's error unless each list has a length."""
     for index, each in enumerate(lists):
         if not isinstance(each, (list, tuple)):
             raise TypeError(f"{call}: `{side}s[{index}]` is of type {type(each).__name__}; expected a list")

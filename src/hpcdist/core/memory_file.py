@@ -36,7 +36,6 @@ def create(nbytes: int) -> tuple[int, str]:
 
 
 def open_by_name(name: str) -> int:
-    """Return a descriptor of a file that another process has made."""
     return os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
 
 

@@ -163,7 +163,6 @@ def packed(
             return *saved(value, is_whole), None
 
         def keep(buffer: pickle.PickleBuffer) -> bool:
-            """Leave a large buffer out of the pickle."""
             is_small = buffer.raw().nbytes < APART_BYTES
             if not is_small:
                 apart.append(buffer)
@@ -199,12 +198,10 @@ def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
 
 
 def as_bytes(data: bytes) -> torch.Tensor:
-    """Return bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
-    """Return the object that a tensor of bytes holds."""
     return unpacked(data.cpu().numpy().data, weights_only=weights_only)
 
 
@@ -278,7 +275,6 @@ class TensorObjects(Objects):
         return [unpickled(part, weights_only) for part in everything.split(lengths)]
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
-        """Gather every rank's object on the root."""
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
@@ -295,7 +291,6 @@ class TensorObjects(Objects):
         return [unpickled(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
-        """Hand the root's object to all ranks."""
         is_root = self.rank == root
         data, failure = self._packed(value, weights_only) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self._backend.device)
@@ -308,7 +303,6 @@ class TensorObjects(Objects):
         return value if is_root else unpickled(data, weights_only)
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
-        """Hand each rank its object of the root's list."""
         parts, failure = None, None
         if values is not None and self.rank == root:
             made, failure = packed_list(values, root, is_whole=True, weights_only=weights_only)
@@ -330,7 +324,6 @@ class TensorObjects(Objects):
         return unpickled(mine[: int(lengths[self.rank])], weights_only)
 
     def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
-        """Send an object."""
         data, failure = self._packed(value, weights_only)
         if failure is not None:
             raise failure
@@ -338,7 +331,6 @@ class TensorObjects(Objects):
         self._backend.send(data, dst, TAG)
 
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
-        """Receive an object; return it and its sender."""
         length = torch.zeros(1, dtype=torch.int64, device=self._backend.device)
         sender = self._backend.recv(length, src, TAG)
         data = self._memory(int(length))

@@ -30,11 +30,9 @@ class Reproducible:
         self._backend = backend
 
     def start(self, call: Call) -> Work:
-        """Begin a reduction on the backend's queue."""
         return self._backend.enqueue(call, self.run)
 
     def run(self, call: Call) -> None:
-        """Run a reduction to its end."""
         op, row, size = call.op, call.row, self._backend.size
         count = call.send.numel() if row.shape is Shape.SAME else call.send.numel() // size
         self._backend.compare(f"reproducible {row.name}", call.send.dtype, op, call.root, count)

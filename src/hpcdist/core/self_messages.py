@@ -21,7 +21,6 @@ class Receive(Work):
         self._when_done = finish
 
     def arrive(self, data: torch.Tensor) -> None:
-        """Take a message."""
         target = self._result[0]
         if data.numel() > target.numel() or data.dtype != target.dtype:
             self._finish(
@@ -37,7 +36,6 @@ class Receive(Work):
         raise DistBackendError(f"rank {self._rank} waits for a message from itself that it has not sent")
 
     def source_rank(self) -> int:
-        """Return this rank."""
         return self._rank
 
 
@@ -57,11 +55,9 @@ class SelfMessages:
             self._sent[tag].append(tensor.clone())
 
     def holds(self, tag: int) -> bool:
-        """Tell whether a message of a tag waits to be received."""
         return bool(self._sent[tag])
 
     def receive(self, tensor: torch.Tensor, tag: int, finish: Callable[[], None] | None) -> Work:
-        """Receive what was or will be sent."""
         work = Receive(tensor, self._rank, finish)
         if self._sent[tag]:
             work.arrive(self._sent[tag].popleft())

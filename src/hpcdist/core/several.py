@@ -125,7 +125,6 @@ def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: b
 
 
 def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Iterator[Work | None]:
-    """Run or begin the all_reduce of each bucket."""
     for bucket in buckets(pg, tensors, op):
         together = [tensors[index] for index in bucket]
         begins = is_begun(pg, together[0], async_op)
@@ -164,7 +163,6 @@ def gather_together(
 
 
 def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Work | None]:
-    """Run or begin several calls, once all are checked."""
     for call in calls:
         check(pg, call)
     for row, send, recv, op, *_ in calls:
@@ -248,7 +246,6 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
 
 
 def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
-    """Copy values to each of some tensors."""
     for tensor in tensors:
         if tensor.layout is torch.strided:
             buffers.put(values.view(tensor.shape), tensor)

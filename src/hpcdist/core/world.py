@@ -42,7 +42,6 @@ class World:
         self.groups[key] = group
 
     def has(self, group: Any) -> bool:
-        """Tell whether a group is registered."""
         return any(each is group for each in self.groups.values())
 
     def rename(self, group: Group, name: str) -> None:
@@ -53,7 +52,6 @@ class World:
             self._register(group)
 
     def remove(self, group: Group) -> None:
-        """Forget a group."""
         if self._unregister(group):
             self._leave(group)
         if self.mirror is not None:
@@ -127,7 +125,6 @@ class World:
             group.end()
 
     def end_threads(self) -> None:
-        """End the libraries' threads, as far as no call is under way."""
         for group in self.groups.values():
             group.end_threads()
 

@@ -153,7 +153,6 @@ def install() -> torch.library.Library:
 
 
 def boxed(group: ProcessGroup) -> Any:
-    """Return a group as operators take it."""
     install()
     return TorchProcessGroup.boxed(group)
 
@@ -319,7 +318,6 @@ for _name in (*table.METHODS, *table.MESSAGE_METHODS, *EARLIER):  # all are oper
 
 
 def options(call: Call, made: Any, async_op: bool) -> Any:
-    """Return c10d's options with what a call says."""
     made.asyncOp = async_op
     if call.row.reduces:
         made.reduceOp = call.op
@@ -339,7 +337,6 @@ def shares(tensor: Any, pg: Any, counts: Any = None, side: int = 0) -> list[list
 
 
 def in_place(call: Call) -> list[torch.Tensor]:
-    """Return the tensor of a call that c10d makes in place."""
     if call.recv is None or call.recv is call.send:
         return [call.send]
     return [call.recv.copy_(call.send)]

@@ -32,7 +32,6 @@ class LateStore(bindings.Store):
     is_reserved = False  # for groups of ours only, since torch imported hpcdist and the program did not
 
     def opened(self) -> Any:
-        """Return the store itself."""
         if WORLD.store is None:
             from hpcdist.launch import rendezvous
 

@@ -59,7 +59,6 @@ class TorchWorld:
             c10d._update_default_pg(group)
 
     def remove(self, group: ProcessGroup) -> None:
-        """Take a group out of the tables."""
         world = c10d._world
         if group not in world.pg_map:
             return
@@ -93,10 +92,8 @@ def join() -> None:
 
 
 def forget_coalescing(group: Any) -> None:
-    """Forget what torch holds back of a group's calls."""
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def is_shown(group: Any) -> bool:
-    """Tell whether torch.distributed knows a group."""
     return group in c10d._world.pg_map

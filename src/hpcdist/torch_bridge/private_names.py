@@ -64,12 +64,10 @@ def backend_options(given: Bootstrap) -> Any:
 
 
 def all_gather_options() -> Any:
-    """Return c10d's options of an all_gather."""
     return bindings.AllgatherOptions()
 
 
 def sender(work: Any) -> int:
-    """Return from which rank a finished receive of a c10d backend came."""
     return work._source_rank()
 
 

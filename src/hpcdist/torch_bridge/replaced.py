@@ -67,7 +67,6 @@ def replace(name: str, function: Function, *owners: Any) -> None:
 
 
 def member_group(group: Any) -> Any:
-    """Return the group that a caller of torch's means."""
     return c10d._world.default_pg if group is None else group
 
 
@@ -79,7 +78,6 @@ def batch_isend_irecv(stock: Function, p2p_op_list: Any) -> Any:
 
 
 def monitored_barrier(stock: Function, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-    """Take groups of ours too."""
     pg = member_group(group)
     if isinstance(pg, ProcessGroup):
         return pg.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # c10d.monitored adds it
