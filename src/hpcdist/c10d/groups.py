@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcdist.c10d.names import Backend, BackendConfig, parse_pairs
+from hpcdist.c10d.names import Backend, BackendConfig
 from hpcdist.c10d.queries import member
 from hpcdist.core import factory, registry, world
 from hpcdist.core.agreement import check_subgroup
@@ -215,8 +215,7 @@ def split_group(
 def check_kept(parent: Group, backend: str) -> None:
     """Raise if a backend string names something that the parent does not have."""
     carried = {device: each.name for device, each in parent.backends.items()}
-    wanted = parse_pairs(backend.lower()) if ":" in backend else BackendConfig(backend).get_device_backend_map()
-    for device, name in wanted.items():
+    for device, name in BackendConfig(backend).get_device_backend_map().items():
         if ":" not in backend and device not in carried:
             continue
         if carried.get(device) != name:

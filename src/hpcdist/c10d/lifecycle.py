@@ -198,19 +198,15 @@ def choose(
 ) -> str:
     """Return the backend string if the caller gave none."""
     over_mpi = comm is not None or is_mpi(launch)
+    has_others = rank > 0 or world_size > 1 or environment.names_others()  # if the caller started the processes
     if store is not None or (init_method is not None and not init_method.startswith(("mpi:", "env:"))):
         over_mpi = store is None and is_of_mpi(init_method, rank, world_size)
-    elif not over_mpi and launch is None and init_method is None and not is_one_of_several(rank, world_size):
+    elif not over_mpi and launch is None and init_method is None and not has_others:
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
     if is_xccl_available():
         return f"cpu:{cpu},xpu:{Backend.XCCL}"
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
-
-
-def is_one_of_several(rank: int, world_size: int) -> bool:
-    """Tell whether the caller or the variables of ``env://`` say that a process that no launcher started has others."""
-    return rank > 0 or world_size > 1 or environment.names_others()
 
 
 def is_of_mpi(url: str | None, rank: int, world_size: int) -> bool:

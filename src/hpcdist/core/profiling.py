@@ -18,14 +18,6 @@ from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 
-# events that c10d calls otherwise than the table calls the collective
-TITLES = {
-    "all_gather_single": "all_gather",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-
-
 THREAD = threading.local()  # where ``is_joining``, its calls are one for the caller, whose event has begun
 
 
@@ -41,8 +33,8 @@ def begin(
 
     Inside an event that joins several calls, which has no record in the journal, theirs have no name.
     """
-    name = None if getattr(THREAD, "is_joining", False) else f"{pg.asked_name or backend.name}:{TITLES.get(call, call)}"
-    return hooks.record(name, inputs, record, is_async)
+    title = f"{pg.asked_name or backend.name}:{call.removesuffix('_single')}"  # c10d's: that of the call on lists
+    return hooks.record(None if getattr(THREAD, "is_joining", False) else title, inputs, record, is_async)
 
 
 @contextmanager

