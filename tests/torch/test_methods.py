@@ -350,7 +350,7 @@ def test_each_attribute_can_be_read(world):
 
 def test_hooks_are_refused_and_not_forgotten(world):
     for register in (world.register_pre_hook, world.register_post_hook):
-        with pytest.raises(RuntimeError, match="does not call hooks"):
+        with pytest.raises(RuntimeError, match="does not support hooks"):
             register(1, print)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -96,21 +95,6 @@ def only(call: str, tensors: Any, what: str) -> Any:
     return given[0]
 
 
-def as_torch(method: Any, name: str | None = None) -> Any:
-    """Let ``help()`` and ``inspect`` show torch's own signature of a method, whose default is an options object.
-
-    With another name that torch has for it, a copy is returned.
-    """
-    if name is not None:
-        method = FunctionType(method.__code__, method.__globals__, name, method.__defaults__, method.__closure__)
-    stock = getattr(torch.distributed.ProcessGroup, method.__name__, None)
-    if stock is None:  # a later version of torch has it
-        return method
-    method.__doc__ = f"{stock.__doc__.strip().splitlines()[0]}\n\n{method.__doc__ or 'As the later name does.'}"
-    method.__wrapped__ = stock
-    return method
-
-
 class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
@@ -137,7 +121,6 @@ class C10dMethods(Group):
         given = as_tensors(given, "tensors", writable=True)
         return self._begin(several.all_reduce(self, given, how, is_async), given)
 
-    @as_torch
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
         given = as_tensors(tensors, "tensors", writable=True)
@@ -174,7 +157,6 @@ class C10dMethods(Group):
         inputs = as_tensor_lists(input_tensors, "input_tensors")
         return self._begin(several.reduce_scatter(self, outputs, inputs, how, is_async), outputs)
 
-    @as_torch
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks and leave each rank its share."""
         op, is_async = parse_options("reduce_scatter_single", inputTensor, opts)
@@ -182,7 +164,6 @@ class C10dMethods(Group):
             issue(table.REDUCE_SCATTER_SINGLE, self, inputTensor, outputTensor, op, None, is_async), [outputTensor]
         )
 
-    @as_torch
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Combine and scatter each tensor of a list."""
         return self._each(table.REDUCE_SCATTER_SINGLE, "reduce_scatter", outputs, inputs, opts)
@@ -213,20 +194,17 @@ class C10dMethods(Group):
         issued = several.all_gather(self, lists, as_tensors(input_tensors, "input_tensors"), is_async)
         return self._begin(issued, several.as_shown(lists))
 
-    @as_torch
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list a rank."""
         is_async, inputs = asks_async("allgather_coalesced", opts), as_tensors(input_list, "input_list")
         lists = as_tensor_lists(output_lists, "output_lists", writable=True)
         return self._begin(several.gather_together(self, lists, inputs, is_async), [])
 
-    @as_torch
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one."""
         is_async = asks_async("all_gather_single", opts)
         return self._begin(issue(table.ALL_GATHER_SINGLE, self, input, output, None, None, is_async), [output])
 
-    @as_torch
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list into one."""
         return self._each(table.ALL_GATHER_SINGLE, "all_gather", outputs, inputs, opts)
@@ -241,7 +219,6 @@ class C10dMethods(Group):
         recv = outputs if self.rank() == target else None
         return self._begin(issue(table.GATHER, self, given, recv, None, target, is_async), outputs)
 
-    @as_torch
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
         target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
@@ -261,7 +238,6 @@ class C10dMethods(Group):
         send = inputs if self.rank() == target else None
         return self._begin(issue(table.SCATTER, self, send, output, None, target, is_async), [output])
 
-    @as_torch
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
         is_async, inputs, outputs = asks_async("alltoall", opts), as_listed(input_tensors), as_listed(output_tensors)
@@ -408,4 +384,4 @@ class C10dMethods(Group):
 
 for _name, _earlier in table.METHODS.items():
     if _earlier is not None:
-        setattr(C10dMethods, _earlier, as_torch(getattr(C10dMethods, _name), _earlier))
+        setattr(C10dMethods, _earlier, getattr(C10dMethods, _name))

@@ -58,14 +58,10 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     reconfigure = refused("reconfigure", "hpcdist.elastic replaces ranks")
     get_reconfigure_handle = refused("get_reconfigure_handle", "hpcdist.elastic replaces ranks")
 
-    def _refuse_hook(self, *args: Any) -> None:
-        """Raise: torch calls such hooks below the methods that a group made in Python replaces, that is never."""
-        raise RuntimeError(
-            f"backend {self.config!r} does not call hooks of register_pre_hook and register_post_hook; a "
-            "TorchDispatchMode sees its calls as operators, torch.profiler as events"
-        )
-
-    register_pre_hook = register_post_hook = _refuse_hook
+    # torch calls them below the methods that a group made in Python replaces, that is never
+    register_pre_hook = register_post_hook = refused(
+        "hooks", "a TorchDispatchMode sees its calls as operators, torch.profiler as events"
+    )
 
     def _wait_for_pending_works(self) -> None:
         """Wait for the asynchronous calls of this rank on the group, as c10d's backends do."""

@@ -336,12 +336,6 @@ def shares(tensor: Any, pg: Any, counts: Any = None, side: int = 0) -> list[list
     return [list(tensor.reshape(-1).split(counts[side] if counts else [tensor.numel() // pg.size()] * pg.size()))]
 
 
-def in_place(call: Call) -> list[torch.Tensor]:
-    if call.recv is None or call.recv is call.send:
-        return [call.send]
-    return [call.recv.copy_(call.send)]
-
-
 def exchange(pg: Any, call: Call, opts: Any) -> Work:
     """Begin an all_to_all of shares of one tensor."""
     sent, received = call.counts or ((), ())
@@ -353,8 +347,8 @@ def exchange(pg: Any, call: Call, opts: Any) -> Work:
 DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]] = {
     table.BARRIER: (c10d.BarrierOptions, lambda pg, call, opts: pg.barrier(opts)),
     table.BROADCAST: (c10d.BroadcastOptions, lambda pg, call, opts: pg.broadcast([call.recv], opts)),
-    table.ALL_REDUCE: (c10d.AllreduceOptions, lambda pg, call, opts: pg.allreduce(in_place(call), opts)),
-    table.REDUCE: (c10d.ReduceOptions, lambda pg, call, opts: pg.reduce(in_place(call), opts)),
+    table.ALL_REDUCE: (c10d.AllreduceOptions, lambda pg, call, opts: pg.allreduce([call.send], opts)),
+    table.REDUCE: (c10d.ReduceOptions, lambda pg, call, opts: pg.reduce([call.send], opts)),
     table.ALL_GATHER_SINGLE: (
         c10d.AllgatherOptions,
         lambda pg, call, opts: pg.all_gather_single(call.recv, call.send, opts),
