@@ -56,9 +56,9 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
         return registration.by_launcher(url, rank=rank, world_size=world_size, is_ours=True, **kwargs)
     if is_by_environment and "MASTER_ADDR" not in os.environ and is_unasked():
-        from hpcdist.torch_bridge import late_store
+        from hpcdist.torch_bridge import mirror
 
-        late_store.LATE_STORE.is_reserved = True
+        mirror.LATE_STORE.is_reserved = True
     return STOCK[0](url, rank, world_size, **kwargs)
 
 

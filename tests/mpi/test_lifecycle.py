@@ -273,7 +273,7 @@ def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
     """C++ asks it for keys by other names, and its timeout is that of torch's worlds."""
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from hpcdist.torch_bridge.late_store import LATE_STORE
+    from hpcdist.torch_bridge.mirror import LATE_STORE
 
     LATE_STORE.opened()  # on all ranks
     store = PrefixStore(f"prefix-{rank}/", LATE_STORE)

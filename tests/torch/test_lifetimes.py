@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpcdist as dist
 from hpcdist.core.world import WORLD
-from hpcdist.torch_bridge import late_store
+from hpcdist.torch_bridge import mirror
 from hpcdist_stores import keep_alive
 
 CALLS = 100_000  # of two ranks; a fifth of more ranks than cores, and of calls through C++
@@ -149,7 +149,7 @@ def test_a_thread_of_cpps_own_does_not_open_the_worlds_store(world, rank, monkey
     monkeypatch.setattr(WORLD, "store", None)
     found = queue.SimpleQueue()
     if rank == 0:
-        store = torch_dist.PrefixStore("prefix", late_store.LATE_STORE)
+        store = torch_dist.PrefixStore("prefix", mirror.LATE_STORE)
         _thread.start_new_thread(lambda: found.put(store.check(["signal"])), ())
         assert found.get(timeout=20) is False
     assert WORLD.store is None

@@ -99,7 +99,7 @@ def test_ops_on_complex_numbers():
 
 
 def test_the_world_s_store_waits_as_long_as_torchs():
-    from hpcdist.torch_bridge.late_store import fresh_store
+    from hpcdist.torch_bridge.mirror import fresh_store
 
     assert fresh_store().timeout == torch.distributed.default_pg_timeout
 

@@ -4,7 +4,7 @@ torch's libraries look groups up in tables that ``torch.distributed`` keeps for 
 else torch keeps private is used here, and nowhere else (``tests/project/test_private_torch.py``). Each module lists
 what it touches, and the versions where that was checked:
 
-- ``mirror``: our groups in torch's tables; ``late_store``: the store that goes with them.
+- ``mirror``: our groups in torch's tables, and the store that goes with them.
 - ``registration``: the backend "hpcdist", ``env://`` under MPI's launchers, and the diversion of unmodified scripts.
 - ``replaced``: functions of torch. ``profiler``: events. ``compiler``: torch.compile.
 - ``dispatch``: c10d's operators on our groups, which modes and subclasses see.

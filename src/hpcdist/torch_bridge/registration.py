@@ -32,8 +32,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import decision, environment
 from hpcdist.launch.rendezvous import query
 from hpcdist.torch_bridge import replaced
-from hpcdist.torch_bridge.late_store import STOCK, fresh_store
-from hpcdist.torch_bridge.mirror import NAME
+from hpcdist.torch_bridge.mirror import NAME, STOCK, fresh_store
 
 # "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would choose it all the same
 DEVICES = [
