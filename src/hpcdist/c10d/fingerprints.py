@@ -6,7 +6,7 @@ raises an error that names the ranks that differ and how.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,54 +19,21 @@ from hpcdist.core.reduction import name_of
 from hpcdist.core.table import EXCHANGES, scaled
 from hpcdist.watch.report import label
 
-
-class Fingerprint(NamedTuple):
-    """What a rank's call looks like to the others."""
-
-    call: str
-    number: int
-    shape: tuple[int, ...] | None = None  # of the tensor sent, or received where none is
-    elements: int | None = None  # that must be equal on all ranks
-    dtype: str | None = None
-    device: str | None = None
-    op: str | None = None
-    root: int | None = None
-    counts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-
-    def __str__(self) -> str:
-        parts = [f"SequenceNumber={self.number}", f"OpType={self.call.upper()}"]
-        if self.shape is not None:
-            parts.append(f"TensorShape={list(self.shape)}, TensorDtypes={self.dtype}, TensorDevice={self.device}")
-        if self.op is not None:
-            parts.append(f"Op={self.op}")
-        if self.root is not None:
-            parts.append(f"Root={self.root}")
-        if self.counts is not None:
-            parts.append(f"Counts={self.counts}")
-        return f"CollectiveFingerPrint({', '.join(parts)})"
-
-
-# what is compared, and how the error calls it; tensors only among ranks that call the same collective
-ASPECTS = {
-    "call": "Op type",
-    "number": "Sequence number",
-    "elements": "Tensor sizes",
-    "dtype": "Tensor dtypes",
-    "device": "Tensor device types",
-    "op": "Reduce op",
-    "root": "Root rank",
-}
+Fingerprint = dict[str, Any]  # what a rank's call looks like to the others, by the names that the error has for it
+CALL = "Op type"
+# what is compared among ranks that call the same collective; counts are compared by pairs of ranks
+COMPARED = ("Sequence number", "Tensor sizes", "Tensor dtypes", "Tensor device types", "Reduce op", "Root rank")
 
 
 def of_call(pg: Group, call: Call | str) -> Fingerprint:
     """Return the fingerprint of a call of this rank."""
     number = pg.journal.sequence + 1
     if isinstance(call, str):
-        return Fingerprint(call, number)
-    row, tensor = call.row, call.tensor
+        return {"Sequence number": number, CALL: call}
+    row, tensor, counts = call.row, call.tensor, call.counts
+    found = {"Sequence number": number, CALL: row.name, "Root rank": call.root}
     if tensor is None:
-        return Fingerprint(row.name, number, root=call.root)
-    counts = call.counts
+        return found
     if counts is None and row in EXCHANGES:  # the shares are equal
         counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
     if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
@@ -74,17 +41,14 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         counts = counts and scaled(counts, 2)
     # only the root of a scatter sends: the other ranks receive one share of it
     elements = None if counts is not None else tensor.numel() * (1 if call.send is not None else pg.size())
-    return Fingerprint(
-        row.name,
-        number,
-        tuple(tensor.shape),
-        elements,
-        str(tensor.dtype),
-        tensor.device.type,
-        name_of(call.op) if row.reduces else None,
-        call.root,
-        None if counts is None else (tuple(counts[0]), tuple(counts[1])),
-    )
+    return found | {
+        "Tensor shape": list(tensor.shape),
+        "Tensor sizes": elements,
+        "Tensor dtypes": str(tensor.dtype),
+        "Tensor device types": tensor.device.type,
+        "Reduce op": name_of(call.op) if row.reduces else None,
+        "Counts": None if counts is None else (list(counts[0]), list(counts[1])),
+    }
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
@@ -94,29 +58,28 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
     """
     backend.settle()
     mine = of_call(pg, call)
-    tensor = None if isinstance(call, str) else call.tensor
-    what, dtype = call if isinstance(call, str) else call.row, None if tensor is None else tensor.dtype
-    with pg.journal.blocking((pg.journal, mine.number, what, mine.shape, dtype, mine.root)):
-        prints = [Fingerprint(*each) for each in backend.objects.all_gather(tuple(mine))]
+    what, tensor, root = (call, None, None) if isinstance(call, str) else (call.row, call.tensor, call.root)
+    shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+    with pg.journal.blocking((pg.journal, mine["Sequence number"], what, shape, dtype, root)):
+        prints = backend.objects.all_gather(mine)
     differences = compare(prints) or compare_counts(prints)
     if differences:
         raise RuntimeError(message(pg, prints, differences))
 
 
 def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
-    """Return by aspect which ranks have which value, where they differ."""
-    values = {name: by_value(str(getattr(each, aspect)) for each in prints) for aspect, name in ASPECTS.items()}
+    """Return by aspect which ranks have which value, if they differ; none can be equal if the calls are not."""
+    values = {name: by_value(str(each.get(name)) for each in prints) for name in (CALL, *COMPARED)}
     found = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
-    call = ASPECTS["call"]
-    return {call: found[call]} if call in found else found  # what follows cannot be equal then
+    return {CALL: found[CALL]} if CALL in found else found
 
 
 def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
     """Return which ranks disagree about the share of each rank in a call with counts."""
-    if prints[0].counts is None:
+    counts = [each["Counts"] for each in prints if each.get("Counts") is not None]
+    if prints[0].get("Counts") is None:
         return {}
-    if prints[0].call in {row.name for row in EXCHANGES}:
-        counts = [each.counts for each in prints if each.counts is not None]
+    if prints[0][CALL] in {row.name for row in EXCHANGES}:
         values = {}
         for sender, (sent, _) in enumerate(counts):
             for receiver, (given, (_, received)) in enumerate(zip(sent, counts, strict=True)):
@@ -124,20 +87,26 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
                     text = f"rank {sender} sends {given} elements to rank {receiver}, which expects {expected}"
                     values[text] = sorted({sender, receiver})
         return {"Counts": values} if values else {}
-    side = 1 if prints[0].call == "all_gather" else 0
-    listings = by_value(str(list(each.counts[side])) for each in prints if each.counts is not None)
+    side = 1 if prints[0][CALL] == "all_gather" else 0
+    listings = by_value(str(each[side]) for each in counts)
     return {"Counts": listings} if len(listings) > 1 else {}
+
+
+def text_of(each: Fingerprint) -> str:
+    """Return a fingerprint as c10d writes one."""
+    values = (f"{name.title().replace(' ', '')}={value}" for name, value in each.items() if value is not None)
+    return f"CollectiveFingerPrint({', '.join(values)})"
 
 
 def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
     """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
-    mine = prints[pg.rank()]
-    differing = (r for part in (1, None) for r, each in enumerate(prints) if each[:part] != mine[:part])
-    other = next(differing, pg.rank())
+    own, mine = pg.rank(), prints[pg.rank()]
+    others = [rank for rank, each in enumerate(prints) if each != mine]
+    other = next((rank for rank in others if prints[rank][CALL] != mine[CALL]), next(iter(others), own))
     lines = [
         f"Detected mismatch between collectives on ranks of {label(pg.group_name, pg.group_desc)}. "
-        f"Rank {pg.rank()} is running collective: {mine}, but Rank {other} is running collective: {prints[other]}. "
-        "Collectives differ in the following aspects:"
+        f"Rank {own} is running collective: {text_of(mine)}, but Rank {other} is running collective: "
+        f"{text_of(prints[other])}. Collectives differ in the following aspects:"
     ]
     for name, values in differences.items():
         ways = "; ".join(f"{listed(ranks)}: {value}" for value, ranks in values.items())
