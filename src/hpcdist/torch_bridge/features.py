@@ -4,12 +4,8 @@ Each is found by looking for it, never by torch's version number: a site's own b
 "until" name the first and the last release that has it; the documentation is written from them, and a test compares
 them with the torch that it runs on.
 
-====================================================  ===================================================
-what is looked at                                     see the table ``FEATURES``
-====================================================  ===================================================
-``_C._distributed_c10d._current_process_group``       torch's own group of the current thread
-``device_mesh.DeviceMesh._init_one_process_group``    the place where a dimension's groups are made
-====================================================  ===================================================
+Two of the names are private: ``_C._distributed_c10d._current_process_group``, torch's own group of the current thread,
+and ``device_mesh.DeviceMesh._init_one_process_group``, which makes the groups of a dimension.
 """
 
 from __future__ import annotations
