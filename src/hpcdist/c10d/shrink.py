@@ -41,9 +41,8 @@ def shrink_group(
         RuntimeError: called by a rank that is to be left out.
         DistBackendError: the library failed; for a dead rank if this MPI does not survive one.
     """
-    check_arguments(ranks_to_exclude, shrink_flags)
     old = world.resolve(group)
-    excluded = check_excluded(ranks_to_exclude, old)
+    excluded = check_arguments(ranks_to_exclude, shrink_flags, old)
     is_default = old is WORLD.default
     remaining = [global_rank for rank, global_rank in enumerate(old.ranks) if rank not in excluded]
     name = old.next_name(remaining)
@@ -107,8 +106,8 @@ def failed_ranks(group: Group | None = None) -> list[int]:
     return sorted({rank for each in pg.backends.values() for rank in each.faults.failed()})
 
 
-def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:
-    """Raise c10d's errors for arguments that no group could take."""
+def check_arguments(ranks_to_exclude: Any, shrink_flags: Any, group: Group) -> set[int]:
+    """Return the ranks to leave out, or raise c10d's errors."""
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(
             f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}. Example: [1, 3, 5]"
@@ -118,10 +117,6 @@ def check_arguments(ranks_to_exclude: Any, shrink_flags: Any) -> None:
     if not isinstance(shrink_flags, int) or shrink_flags not in FLAGS:
         known = ", ".join(f"{name} ({value})" for value, name in FLAGS.items())
         raise ValueError(f"Invalid shrink_flags value: {shrink_flags}. Must be one of: {known}")
-
-
-def check_excluded(ranks_to_exclude: list[int], group: Group) -> set[int]:
-    """Return the ranks to leave out, or raise c10d's errors if they do not fit the group."""
     size = group.size()
     if size <= 1:
         raise ValueError(f"Cannot shrink a process group with size {size}: it must have at least 2 ranks")
