@@ -28,7 +28,8 @@ def autoload() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
-    devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]
+    is_built_for = {"cuda": torch.backends.cuda.is_built(), "xpu": bool(getattr(torch.version, "xpu", None))}
+    devices = ["cpu", *filter(is_built_for.get, is_built_for)]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
     c10d: Any = dist.distributed_c10d
     STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
