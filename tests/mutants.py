@@ -247,12 +247,7 @@ MUTANTS = [
     *Lines(f"{C10D}/coalescing.py", "mpi/test_coalescing.py").broken(
         ("return op if op.__class__", "return ReduceOp.SUM if op.__class__"),
         ("    if pg.coalescing is not None:\n        raise", "    if False:\n        raise"),
-    ),
-    *Lines(f"{C10D}/coalescing.py", "mpi/test_coalescing.py torch/test_methods.py parity/test_parity.py").broken(
-        (
-            "groupby(held, lambda each: common_op(each[0])):",
-            "groupby(sorted(held, key=lambda each: common_op(each[0]) is None), lambda each: common_op(each[0])):",
-        )
+        ("groupby(held, lambda", "groupby(sorted(held, key=lambda each: common_op(each[0]) is not None), lambda"),
     ),
     # -- watch: whether and when a call is ended, and what proves a death
     *Lines(f"{WATCH}/escalation.py", "unit/test_watch_states.py").broken(
