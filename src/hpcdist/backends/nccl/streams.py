@@ -331,10 +331,9 @@ class StreamWork(Work):
                     )
             elif self._is_barrier or streams.blocks_in_wait:
                 current.synchronize()
-            if (
-                not pending.has_ended and streams.failure is not None
-            ):  # it is being aborted, which ends its kernel first
-                raise streams.failure
+            failure = streams.failure
+            if failure is not None and not pending.has_ended:  # it is being aborted, which ends its kernel first
+                raise failure
         if pending.error is not None:
             raise pending.error
         return True
