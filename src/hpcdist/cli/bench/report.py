@@ -40,6 +40,13 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "cpu": processor(), **found}
 
 
+def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figure]]:
+    calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
+    for figure in figures:
+        calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
+    return calls
+
+
 def compared(
     figures: list[Figure], cell: Callable[[Figure], str], digits: str
 ) -> tuple[list[str], list[str], list[list[str]]]:
@@ -48,13 +55,10 @@ def compared(
     A row has the call's name, dtype and size, a cell for each side, and hpcdist's time over each rival's, as a number
     with so many ``digits``.
     """
-    calls: dict[tuple[str, str, int], dict[str, Figure]] = {}
-    for figure in figures:
-        calls.setdefault((figure.what, figure.dtype, figure.nbytes), {})[figure.side] = figure
     sides = list(dict.fromkeys(figure.side for figure in figures))
     rivals = [side for side in sides if side != OURS and OURS in sides]
     rows = []
-    for (what, dtype, nbytes), found in calls.items():
+    for (what, dtype, nbytes), found in by_call(figures).items():
         cells = [cell(found[side]) if side in found else "" for side in sides]
         pairs = ((found.get(OURS), found.get(rival)) for rival in rivals)
         ratios = [format(ours.median / other.median, digits) if ours and other else "" for ours, other in pairs]
