@@ -401,7 +401,11 @@ class Unfinished(dict[Work, None]):
     def hold(self, work: Work) -> None:
         """Keep one, and ask all if they are twice as many as were left the last time."""
         if len(self) >= self.limit:
-            for each in list(self):
-                each.is_completed()  # which releases it
-            self.limit = max(ASKED_FROM, 2 * len(self))
+            self.sweep()
         self[work] = None
+
+    def sweep(self) -> None:
+        """Ask all whether they have ended."""
+        for each in list(self):
+            each.is_completed()  # which releases it
+        self.limit = max(ASKED_FROM, 2 * len(self))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,7 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 # MPI counts are C ints before MPI 4.0 (and in Open MPI 5); a count above this is described by a derived type
 COUNT_MAX = 2**31 - 1
 PIECE = 2**30
+PLACES_KEPT = 32  # in memory, whose descriptions are kept
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
@@ -69,6 +70,24 @@ def landing(tensor: torch.Tensor) -> list[Any]:
     if not (place := tensor.data_ptr()):
         check_memory(tensor)
     return [address(place, nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
+
+
+class Descriptions(dict[tuple[int, int], list[Any]]):
+    """What describes memory to MPI, of the last places and bytes: loops use the same memory again, or some in turn.
+
+    To make a description takes 0.4 µs, to find one 0.1.
+    """
+
+    def __init__(self, describe: Callable[[torch.Tensor], list[Any]]) -> None:
+        super().__init__()
+        self._describe = describe
+
+    def add(self, place: tuple[int, int], tensor: torch.Tensor) -> list[Any]:
+        """Keep and return what describes a tensor at a place."""
+        if len(self) >= PLACES_KEPT:
+            self.clear()
+        self[place] = made = self._describe(tensor)
+        return made
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator, Token
-from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message
+from hpcdist.backends.mpi.datatypes import BYTE, CUTS, Descriptions, landing, message
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import LARGE, MatchedReceive
@@ -32,6 +32,7 @@ class PointToPoint:
         self._begun = partial(RequestWork, communicator)
         self.between = partial(MessageSet, communicator, self._begun)
         self._comm = communicator.comm
+        self._sent, self._received = Descriptions(message), Descriptions(landing)
         PROGRESS.follow(communicator)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
@@ -70,23 +71,25 @@ class PointToPoint:
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
+        place = tensor.data_ptr(), tensor.nbytes
         try:
-            request = self._comm.Isend(message(tensor), dst, tag)
+            request = self._comm.Isend(self._sent.get(place) or self._sent.add(place, tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("isend", error) from error
-        return self._begun(request, tensor, [])
+        return RequestWork(self._communicator, request, tensor, [])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
-        receives = self._communicator.receives
+        communicator, place = self._communicator, (tensor.data_ptr(), tensor.nbytes)
+        receives = communicator.receives
         try:
-            if src is not None and not receives.waiting and tensor.nbytes <= LARGE:  # the short way, for latency
-                request = self._comm.Irecv(landing(tensor), src, tag)
+            if src is not None and not receives.waiting and place[1] <= LARGE:  # the short way, for latency
+                request = self._comm.Irecv(self._received.get(place) or self._received.add(place, tensor), src, tag)
             else:
                 request = receives.begin(tensor, src, tag)
         except MPI.Exception as error:
-            raise self._communicator.failure("irecv", error) from error
-        return self._begun(request, tensor, [tensor], finish)
+            raise communicator.failure("irecv", error) from error
+        return RequestWork(communicator, request, tensor, [tensor], finish)
 
 
 class MessageSet:
@@ -211,7 +214,10 @@ class RequestWork(Work):
         self._when_done = finish
         self._status: Any = MPI.Status() if result else None  # of a receive
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
-        communicator.unfinished.hold(self)
+        unfinished = communicator.unfinished
+        if len(unfinished) >= unfinished.limit:  # as ``hold``, without a call, for latency
+            unfinished.sweep()
+        unfinished[self] = None
         if PROGRESS.is_asleep:
             PROGRESS.wake()
 
@@ -220,9 +226,19 @@ class RequestWork(Work):
         call, turn = self._call, self._turn
         if call is None or not turn.acquire(False):
             return self._done
+        journal = call[0]
         try:
-            if not self._done:
-                call[0].run(call, self._complete, self._request.Wait, self)
+            if self._done:
+                pass
+            elif journal.current is None and not journal.further:
+                journal.current = call, self, get_ident(), None  # as ``Journal.run``, without a call, for latency
+                try:
+                    self._complete(self._request.Wait)
+                finally:
+                    journal.current = None
+            else:
+                with journal.blocking(call, self):
+                    self._complete(self._request.Wait)
         finally:
             turn.release()
         return self._done

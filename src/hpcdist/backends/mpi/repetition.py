@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import PLACES_KEPT
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counted, size_of, with_root, with_size
 from hpcdist.core.buffers import TensorList, check_memory
 from hpcdist.core.call import Call, Run
@@ -22,9 +23,6 @@ from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
-# places in memory that arguments are kept for; of calls with lists only the last: what describes new ones would lie
-# outside of a core's caches (4 µs of 23)
-KNOWN = 32
 data_ptr = torch.Tensor.data_ptr
 
 
@@ -120,7 +118,9 @@ def repeated(
             arguments, size = describe(places)
             base = with_size(first, size)
             if arguments is not None:  # else what all ranks find out about their nodes may change it
-                if places_of is not None or len(known) >= KNOWN:
+                # of calls with lists only the last is kept: what describes new ones would lie outside of a core's
+                # caches (4 µs of 23)
+                if places_of is not None or len(known) >= PLACES_KEPT:
                     known.clear()
                 known[places] = arguments, size, base
         if is_copied and arguments is not None:
