@@ -4,7 +4,7 @@ Code that is not ours shows whether the GPUs are faithful.
 
 On a real GPU this holds by itself. On emulated ones it is what makes the results of the other tests worth something:
 the same scenarios, through torch's C++ and its own rules for streams and memory, with no rule of CUDA broken. Its
-collectives, dtypes and ops are in ``test_torch_by_name``.
+collectives, dtypes and ops are in ``test_collectives``.
 """
 
 from __future__ import annotations
