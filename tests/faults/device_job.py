@@ -57,7 +57,7 @@ class Device(NCCLBackend):
         return backend
 
 
-registry.ENTRIES["device"] = registry.Entry("__main__", "Device", ("cpu",), "")
+registry.ENTRIES["device"] = registry.Entry("__main__", "Device", "")
 
 
 def tell(event: str, **more: object) -> None:

@@ -136,7 +136,8 @@ BY_MPI4PY = """
     import os, sys
     from mpi4py import MPI
 
-    door, path, first, second = sys.argv[1:]
+    # a port for each way: a rank may be at the next one before rank 0 has closed the store of torch's own at the last
+    door, path, first, second, third = sys.argv[1:]
     world = MPI.COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=world.bcast("127.0.0.1"), MASTER_PORT=first)
@@ -153,7 +154,7 @@ BY_MPI4PY = """
         "env": {"init_method": "env://"},
         "file": {"init_method": f"file://{path}/met", **by_hand},
         "tcp": {"init_method": f"tcp://127.0.0.1:{second}", **by_hand},
-        "query": {"init_method": f"tcp://127.0.0.1:{second}?rank={rank}&world_size={size}"},
+        "query": {"init_method": f"tcp://127.0.0.1:{third}?rank={rank}&world_size={size}"},
     }
     for way, given in ways.items():
         dist.init_process_group(asked, **given)
@@ -170,7 +171,7 @@ BY_MPI4PY = """
 def test_ranks_that_a_script_takes_from_mpi4py(tmp_path, door):
     """OLCF's and ALCF's recipe, and what writes the way to meet by hand: all are MPI, by each door."""
     run = " ".join(RUN) if door == "run" else ""
-    ports = f"{free_port()} {free_port()}"
+    ports = f"{free_port()} {free_port()} {free_port()}"
     done, lines = started(tmp_path, BY_MPI4PY, *under_mpirun(f"{run} SCRIPT {door} {tmp_path} {ports}", "exec "))
     ways = ["env", "file", "query", "tcp", "variables"]
     assert lines == [f"{way} True 2 2 MPIBackend" for way in ways for _ in range(2)], done.stderr
