@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -547,6 +548,19 @@ def test_message_of_another_dtype_and_a_shorter_one(every, rank):
         assert received.sum() == 10
 
 
+@contextlib.contextmanager
+def _interruption():
+    """Ctrl-C for this thread in 0.2 s, also under a shell that has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_interrupted_receive_writes_nothing_later(every, rank):
     """Ctrl-C while it waits: its message is left for the next receive, or goes to memory that is still kept."""
     if rank == 1:
@@ -554,11 +568,8 @@ def test_interrupted_receive_writes_nothing_later(every, rank):
         dist.send(torch.ones(100_000), 0, tag=6)
     elif rank == 0:
         for source in (None, 1):
-            timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
-            timer.start()
-            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+            with pytest.raises((KeyboardInterrupt, RuntimeError)), _interruption():
                 dist.recv(torch.zeros(100_000), source, tag=6)
-            timer.join()
         received = torch.zeros(100_000)
         dist.barrier(_pair())
         dist.recv(received, 1, tag=6)
@@ -573,11 +584,8 @@ def test_interrupted_receive_that_cannot_be_cancelled_keeps_its_memory(every, ra
     elif rank == 0:
         monkeypatch.setattr(MatchedReceive, "Cancel", lambda self: None)
         before = set(dist.group.WORLD.cpu.unfinished)
-        timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), _interruption():
             dist.recv(torch.zeros(10), None, tag=6)
-        timer.join()
         held = set(dist.group.WORLD.cpu.unfinished) - before
         dist.barrier(_pair())
         (kept,) = held
