@@ -83,7 +83,7 @@ def test_torchs_methods_of_a_work_without_a_cpp_half(rank, size):
 def test_a_message_that_only_cpp_holds(rank, size):
     tensor = torch.zeros(3)
     sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % size)
-    bindings._register_work(tensor, dist.irecv(tensor, (rank - 1) % size))
+    bindings._register_work(tensor, work=dist.irecv(tensor, (rank - 1) % size))
     gc.collect()
     torch.ops._c10d_functional.wait_tensor(tensor)
     torch.testing.assert_close(tensor, torch.full((3,), float((rank - 1) % size)))

@@ -17,7 +17,7 @@ what                                                  why                       
 ``distributed_c10d.destroy_process_group``            keeps all groups if one of them raises              2.13.0
 ``_C._distributed_c10d.                               a group made in Python registers no Work that        2.13.0
 _set_allow_inflight_collective_as_graph_input``       ``wait_tensor`` could wait for
-``_C._distributed_c10d._register_work``,              a Work has a C++ half only from when C++ is to      2.8.0, 2.13.0
+``_C._distributed_c10d._register_work``,              a Work has a C++ half only from when C++ is to      2.11.0, 2.13.0
 ``Reducer._set_forward_pass_work_handle``             hold it
 ``DistributedDataParallel.                            its FP16_COMPRESS takes a list of tensors made in   2.13.0
 _register_builtin_comm_hook``                         C++ only, and fails on what Python hands on
@@ -162,9 +162,12 @@ def allow_in_flight(stock: Function, value: bool = True) -> None:
     stock(value)
 
 
-def hold_work(stock: Function, *args: Any) -> Any:
+def hold_work(stock: Function, *args: Any, **named: Any) -> Any:
     """Hand C++ a Work of ours with its C++ half."""
-    return stock(*(each._for_cpp() if isinstance(each, Work) else each for each in args))
+    for each in (*args, *named.values()):
+        if isinstance(each, Work):
+            each._for_cpp()
+    return stock(*args, **named)
 
 
 def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) -> None:
