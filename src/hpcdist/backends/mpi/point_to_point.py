@@ -222,23 +222,15 @@ class RequestWork(Work):
             PROGRESS.wake()
 
     def _carry_out(self) -> bool:
-        """Complete the request, if no other thread blocks on the group, as ``_await`` and ``_block`` do."""
+        """Complete the request, if no other thread does; it blocks as ``_await`` and ``_block`` do."""
         call, turn = self._call, self._turn
         if call is None or not turn.acquire(False):
             return self._done
-        journal = call[0]
         try:
-            if self._done:
-                pass
-            elif journal.current is None and not journal.further:
-                journal.current = call, self, get_ident(), None  # as ``Journal.run``, without a call, for latency
-                try:
-                    self._complete(self._request.Wait)
-                finally:
-                    journal.current = None
-            else:
-                with journal.blocking(call, self):
-                    self._complete(self._request.Wait)
+            if not self._done:
+                self._complete(self._request.Test)  # most have ended; to say that a call blocks would double the cost
+                if not self._done:
+                    call[0].run(call, self._complete, self._request.Wait, self)
         finally:
             turn.release()
         return self._done
