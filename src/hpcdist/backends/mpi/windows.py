@@ -34,7 +34,7 @@ from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, me
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
-from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, is_compared_as_signed, mpi_op, wide
+from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, VERSION, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import RemoteMemory, Windows
 from hpcdist.core.errors import DistBackendError, MismatchError, end_all
@@ -43,6 +43,11 @@ from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
+# The dtype of the parts of an element on which an op acts one by one. Open MPI's osc/rdma, which combines 4 and 8 bytes
+# by the processor's atomic calls, takes complex64 for int64 before 5.0 (open-mpi/ompi, pull request 11293), and in
+# 5.0.11 combines what it finds by a bitwise op of 8 bytes with itself
+BITWISE = {torch.int64: torch.int32, torch.uint64: torch.int32}
+PARTS = {"SUM": {torch.complex64: torch.float32}, "BAND": BITWISE, "BOR": BITWISE, "BXOR": BITWISE}
 RETRY_SECONDS = 0.001  # between two tries to make a window, at most
 MAKING = threading.Lock()  # held by the thread that makes a window
 
@@ -124,6 +129,7 @@ class MPIWindow(RemoteMemory):
             with alone(communicator.comm):
                 self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
             self._windows.append(self._data)
+        self._is_rdma = VENDOR == "Open MPI" and self._data is not shared
         for window in self._windows:
             window.Lock_all(MPI.MODE_NOCHECK)
         self._sync = shared.Sync
@@ -167,7 +173,7 @@ class MPIWindow(RemoteMemory):
 
     def accumulate(self, tensor: torch.Tensor, dst: int, offset: int, op: Any) -> None:
         """MPI_Accumulate and MPI_Win_flush."""
-        datatype, itemsize = atomic_type(tensor.dtype), tensor.itemsize
+        atomic_type(tensor.dtype)
         reduction.check(ALL_REDUCE, tensor.dtype, op)
         name = reduction.name_of(op)
         if name in ("AVG", "PREMUL_SUM"):
@@ -179,11 +185,20 @@ class MPIWindow(RemoteMemory):
                 f"Window.accumulate: {VENDOR} before 5.0 takes {tensor.dtype} for signed integers in ReduceOp.{name}; "
                 "expected a signed dtype, or a later MPI"
             )
+        if self._is_rdma and name in ("MIN", "MAX") and tensor.dtype in (torch.uint32, torch.uint64):
+            raise ValueError(
+                f"Window.accumulate: Open MPI takes {tensor.dtype} for signed integers in ReduceOp.{name}, on several "
+                "nodes and in windows of tensors; expected a signed dtype"
+            )
+        tensor = tensor.view(-1)
+        if (part_type := PARTS.get(name, {}).get(tensor.dtype)) is not None:
+            tensor = tensor.view(part_type)
+        datatype, itemsize = DATATYPES[tensor.dtype], tensor.itemsize
         with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
             # Open MPI's op/avx saturates narrow sums from a vector of 16 bytes on; what is shorter it adds one by one
             most = 16 // itemsize - 1 if wide(tensor.dtype, name) is torch.int32 else PIECE
             for start in range(0, tensor.numel(), most):
-                part = tensor.view(-1)[start : start + most]
+                part = tensor[start : start + most]
                 place = (self._start + offset + start * itemsize, part.numel(), datatype)
                 self._data.Accumulate([memory(part), datatype], dst, place, mpi_op(tensor.dtype, name))
             self._data.Flush(dst)
@@ -191,6 +206,11 @@ class MPIWindow(RemoteMemory):
     def fetch_and_add(self, value: torch.Tensor, dst: int, offset: int) -> torch.Tensor:
         """MPI_Fetch_and_op and MPI_Win_flush."""
         datatype, before = atomic_type(value.dtype), torch.empty_like(value)
+        if self._is_rdma and value.dtype is torch.complex64 and VERSION < (5,):
+            raise TypeError(
+                "Window.fetch_and_add: Open MPI before 5.0 takes torch.complex64 for integers, on several nodes and in "
+                "windows of tensors; expected torch.complex128, or a later MPI"
+            )
         with self._during("Window.fetch_and_add", dst), self._communicator.translating("Window.fetch_and_add"):
             # the op of a sum: Open MPI crashes if it is to add to its C++ bool
             op = mpi_op(value.dtype, "SUM")
