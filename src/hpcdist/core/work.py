@@ -253,7 +253,7 @@ def in_cpp(method: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _method in vars(TorchWork).items():
     if _name not in vars(Work):
-        if isinstance(_method, property):  # ``timeout`` of torch 2.14
+        if isinstance(_method, property) and _method.fget is not None:  # ``timeout`` of torch 2.14
             setattr(Work, _name, property(in_cpp(_method.fget)))
         elif callable(_method) and not isinstance(_method, staticmethod):
             setattr(Work, _name, in_cpp(_method))
