@@ -8,8 +8,7 @@ from pathlib import Path
 
 # Linux takes from here on, 32768 if nobody changed it, for sockets that ask for any port.
 FIRST_OF_KERNEL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-SLURM_PORTS = range(FIRST_OF_KERNEL - 8000, FIRST_OF_KERNEL - 4000)  # above it lies torchrun's 29500
-FREE_PORTS = range(SLURM_PORTS.start - 12000, SLURM_PORTS.start)
+FREE_PORTS = range(FIRST_OF_KERNEL - 20000, FIRST_OF_KERNEL - 8000)  # above it lies torchrun's 29500
 GIVEN: set[int] = set()
 
 

@@ -102,10 +102,14 @@ class Host:
         return [*self._enter, "bash", "-c", 'cd "$1"; shift; exec "$@"', "bash", str(folder), *words]
 
     def run(
-        self, words: Sequence[str], seconds: float = 60, environment: dict[str, str] | None = None
+        self,
+        words: Sequence[str],
+        seconds: float = 60,
+        environment: dict[str, str] | None = None,
+        folder: Path = ROOT,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host, and return its status and what it wrote."""
-        command = self.command(words)
+        """Run a command on this host, in a folder, and return its status and what it wrote."""
+        command = self.command(words, folder)
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
 
     def processes(self) -> dict[int, str]:
@@ -276,16 +280,6 @@ class Cluster:
     def traffic(self, interface: str = "eth0") -> dict[str, Traffic]:
         """Return the bytes that each host has sent and received so far."""
         return {host.name: host.traffic(interface) for host in self.hosts}
-
-    def leftovers(self) -> dict[str, list[str]]:
-        """Return by host the processes that run there and the files in its /dev/shm and /tmp."""
-        found = {}
-        seen = [word for each in (self.folder, ROOT, sys.prefix) for word in ("-not", "-path", f"{each}/*")]
-        for host in self.hosts:
-            files = host.run(["find", "/dev/shm", "/tmp", "-type", "f", *seen]).stdout.splitlines()
-            if own := [*(f"{pid} {text}" for pid, text in host.processes().items()), *files]:
-                found[host.name] = own
-        return found
 
     def reset(self) -> None:
         """End what runs on the hosts, and undo what a test has changed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, why_not
+from tests.cluster import hosts
+from tests.cluster.slurm import Slurm, why_not
 from tests.slurm.mpis import MPIS, mpi_of
 
 HERE = Path(__file__).parent
@@ -18,7 +20,7 @@ OTHERS = "HPCDIST_TEST_PYTHONS"
 
 
 def pytest_collection_modifyitems(items):
-    reason = why_not()
+    reason = hosts.why_not() or why_not()
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slurm)
@@ -31,21 +33,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster():
-    with Cluster() as started:
-        paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        started.environment |= {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "HPCDIST_PYTHON": sys.executable,
-            # The jobs run as root, which Open MPI's mpirun refuses unless told twice.
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            # Both nodes are this machine, which may have fewer cores than they claim together.
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            # By UCX, MPICH 5.0.2 publishes 4 KiB of memory that it has not written, in pieces whose length depends on
-            # what is in it; those above 1 KiB break Slurm 22.05's pmi2. Seen in 2 of 3 runs of this folder.
-            "MPIR_CVAR_CH4_NETMOD": "ofi",
-        }
+    with hosts.Cluster(2) as two, Slurm(two, 2) as started:
+        started.environment["HPCDIST_PYTHON"] = sys.executable
+        del started.environment["OMP_NUM_THREADS"]  # which the templates set
         yield started
+
+
+@pytest.fixture
+def tmp_path(cluster):
+    """A folder that both hosts see: each has a /tmp of its own."""
+    return Path(tempfile.mkdtemp(dir=cluster.shared))
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +93,7 @@ def submit(cluster, tmp_path):
     """Submit a template as it is in the repository, from an empty folder."""
 
     def submit_template(name, *arguments, options=(), **environment):
-        return cluster.submit(*options, ROOT / "slurm" / f"{name}.sbatch", *arguments, cwd=tmp_path, **environment)
+        return cluster.submit(*options, ROOT / "slurm" / f"{name}.sbatch", *arguments, folder=tmp_path, **environment)
 
     return submit_template
 
@@ -105,8 +102,8 @@ def submit(cluster, tmp_path):
 def completed(cluster, submit):
     """Submit a template, and return the job once it has ended well."""
 
-    def run(name, *arguments, timeout=120, **given):
-        job = cluster.wait(submit(name, *arguments, **given), timeout)
+    def run(name, *arguments, seconds=120, **given):
+        job = cluster.wait(submit(name, *arguments, **given), seconds)
         assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
         return job
 

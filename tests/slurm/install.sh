@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Slurm for the tests in this folder, shellcheck for the templates, and what tests/cluster makes hosts with, from Debian's packages. As root:
+# Slurm for the tests in this folder, what tests/cluster makes their hosts with, and shellcheck for the templates, from Debian's packages. As root:
 #
 #   bash tests/slurm/install.sh
 #

@@ -5,12 +5,13 @@ image mounted by FUSE.
 """
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.slurm import OWN, wait_until
 from tests.slurm import image
-from tests.slurm.cluster import NODES, wait_until
 from tests.slurm.mpis import MPIS, mpi_of
 
 TRAIN = image.ROOT / "slurm/jobs/train_digits.py"
@@ -23,9 +24,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def sif(request, tmp_path_factory):
+def sif(request, cluster):
     cache = getattr(request.config, "cache", None)
-    return image.image(tmp_path_factory.mktemp("image") if cache is None else cache.mkdir("hpcdist-image"))
+    return image.image(cluster.shared if cache is None else cache.mkdir("hpcdist-image"))
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +50,12 @@ def own_mpi(base):
 
 
 @pytest.fixture(scope="session")
-def mpich(own_mpi, base, tmp_path_factory):
+def mpich(own_mpi, base, cluster):
     """MPICH: the image's own, or this machine's in its place, as a site's MPI is bound."""
     name, environment = own_mpi
     if name == "MPICH":
         return environment
-    unpacked = tmp_path_factory.mktemp("mpich")
+    unpacked = Path(tempfile.mkdtemp(dir=cluster.shared))
     image.pip("install", "--no-deps", "--ignore-installed", "--prefix", unpacked, "mpich>=5.0")
     return base | {
         "HPCDIST_MPI": MPIS["MPICH"],
@@ -86,7 +87,7 @@ def test_mpich_by_pmi2_on_two_nodes(completed, jobs, mpich):
 
 def test_it_trains_on_two_nodes(completed, mpich):
     """Messages within a node are large enough for MPICH to want the memory of a rank in another container."""
-    job = completed("apptainer", TRAIN, "--epochs", "5", options=TWO_NODES, timeout=180, **mpich)
+    job = completed("apptainer", TRAIN, "--epochs", "5", options=TWO_NODES, seconds=180, **mpich)
     accuracy = line(job, r"held-out accuracy ([\d.]+) after 5 epochs on 4 ranks")
     assert float(accuracy) > 0.9
 
@@ -105,13 +106,13 @@ def test_the_doctor_of_the_image_finds_nothing_wrong(completed, own_mpi):
         assert text in job.output
 
 
-def test_pmix_works_where_slurms_temporary_folder_is_bound(cluster, completed, jobs, own_mpi):
+def test_pmix_works_where_slurms_temporary_folder_is_bound(completed, jobs, own_mpi):
     name, environment = own_mpi
     if name != "Open MPI":
         pytest.skip(f"the image has {name}, which does not use PMIx")
     # Without /tmp in the containers these nodes' TmpFS and spool folders are as far away as those of other sites.
-    bound = [environment["HPCDIST_BIND"], *(f"{cluster.folder}/{node}/tmp" for node in NODES)]
-    where = {"APPTAINER_NO_MOUNT": "tmp", "HPCDIST_BIND": ",".join(bound)}
+    bound = f"{environment['HPCDIST_BIND']},{OWN}/tmp"
+    where = {"APPTAINER_NO_MOUNT": "tmp", "HPCDIST_BIND": bound}
     job = completed("apptainer", jobs / "mpi_sum.py", options=ONE_NODE, **environment | where)
     assert line(job, "world.*") == "world=2 sum=1 nodes=1 threads=1 arguments=[]"
 
@@ -134,17 +135,17 @@ def test_a_job_finds_its_folder_and_its_variables_and_no_package_of_the_home(com
     assert "nvidia" in job.output
 
 
-def mounts():
-    """Return what is mounted on this machine."""
-    return Path("/proc/self/mounts").read_text()
+def mounts(cluster):
+    """Return what is mounted on each host."""
+    return [host.run(["cat", "/proc/self/mounts"]).stdout for host in cluster.hosts]
 
 
 def test_a_cancelled_job_leaves_nothing_behind(cluster, submit, jobs, own_mpi):
-    before = mounts()
+    before = mounts(cluster)
     number = submit("apptainer", jobs / "endless.py", options=ONE_NODE, **own_mpi[1])
-    assert wait_until(lambda: "running" in cluster.output(number), timeout=60), cluster.output(number)
+    assert wait_until(lambda: "running" in cluster.output(number), seconds=60), cluster.output(number)
     assert any("endless.py" in process for process in cluster.processes())
     assert cluster.run("scancel", number).returncode == 0
     assert cluster.wait(number).state == "CANCELLED"
     assert wait_until(lambda: not cluster.processes()), cluster.processes()
-    assert mounts() == before
+    assert mounts(cluster) == before

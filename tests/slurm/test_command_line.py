@@ -1,23 +1,14 @@
 """``python -m hpcdist submit`` submits and writes job scripts that Slurm runs."""
 
 import re
-import subprocess
 import sys
 
 CALL = "import sys; from hpcdist.cli import submit; sys.exit(submit.run(sys.argv[1:]))"
 SIZE = ["--nodes", "2", "--ntasks-per-node", "1"]
 
 
-def call(cluster, tmp_path, *arguments, program=CALL):
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        env=cluster.environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+def call(cluster, tmp_path, *arguments):
+    return cluster.run(sys.executable, "-c", CALL, *arguments, folder=tmp_path)
 
 
 def options(any_mpi):
@@ -25,7 +16,7 @@ def options(any_mpi):
 
 
 def test_submit_submits(cluster, jobs, any_mpi, tmp_path):
-    said = call(cluster, tmp_path, *SIZE, "-J", "mine", *options(any_mpi), jobs / "mpi_sum.py", "a b")
+    said = call(cluster, tmp_path, *SIZE, "-J", "mine", *options(any_mpi), jobs / "mpi_sum.py", "a b").stdout
     number = re.fullmatch(r"Submitted batch job (\d+)\n", said)
     assert number, said
     job = cluster.wait(number[1])
@@ -37,16 +28,13 @@ def test_submit_submits(cluster, jobs, any_mpi, tmp_path):
 def test_a_written_job_script_takes_more_arguments(cluster, jobs, any_mpi, tmp_path):
     file = tmp_path / "job.sbatch"
     given = [*SIZE, "--exclusive", "--dry-run", *options(any_mpi), jobs / "mpi_sum.py", "--epochs", "3"]
-    file.write_text(call(cluster, tmp_path, *given))
-    job = cluster.wait(cluster.submit(file, "--lr", "0.1", cwd=tmp_path))
+    file.write_text(call(cluster, tmp_path, *given).stdout)
+    job = cluster.wait(cluster.submit(file, "--lr", "0.1", folder=tmp_path))
     assert job.exit_status == 0, job.output
     assert "world=2 sum=1 nodes=2 threads=1 arguments=['--epochs', '3', '--lr', '0.1']" in job.output
 
 
 def test_submit_ends_with_the_status_of_sbatch(cluster, jobs, tmp_path):
-    wrong = [sys.executable, "-c", CALL, "--partition", "nowhere", str(jobs / "mpi_sum.py")]
-    result = subprocess.run(
-        wrong, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = call(cluster, tmp_path, "--partition", "nowhere", jobs / "mpi_sum.py")
     assert result.returncode == 1
     assert "invalid partition" in result.stderr

@@ -8,7 +8,7 @@ def test_a_late_rank_of_a_job_is_found_by_the_jobs_number(cluster, submit, jobs,
     number = submit("cpu", jobs / "late_rank.py", wake, options=size()[:2], **any_mpi)
     wait_for_text(cluster, number, "begun")
     command = [any_mpi["HPCDIST_PYTHON"], "-m", "hpcdist", "debug", number, "--once", "--seconds", "1"]
-    seen = [cluster.run(*command, timeout=60) for _ in range(2)][-1]  # rank 0 has waited for a second by the last one
+    seen = [cluster.run(*command, seconds=60) for _ in range(2)][-1]  # rank 0 has waited for a second by the last one
     wake.touch()
     assert seen.returncode == 0, seen.stderr
     assert "late_rank.py" in seen.stdout.splitlines()[0]

@@ -25,16 +25,14 @@ def problems_of(page):
 
 def test_it_sees_the_step_and_both_nodes(each_mpi, cluster):
     pmi, python = each_mpi["HPCDIST_MPI"], each_mpi["HPCDIST_PYTHON"]
-    # both nodes are one machine: their names are what tells them apart
-    command = f"HPCDIST_NODE_KEY=$SLURMD_NODENAME exec {python} {' '.join(DOCTOR)} --json"
-    result = cluster.run(*ON_TWO_NODES, f"--mpi={pmi}", "sh", "-c", command, timeout=110)
+    result = cluster.run(*ON_TWO_NODES, f"--mpi={pmi}", python, *DOCTOR, "--json", seconds=110)
     page = page_of(result)
     assert (result.returncode, page["verdict"]) == (0, "ok"), problems_of(page)
     assert len(page["ranks"]) == 2
     step = page["ranks"][0]["slurm"]
-    assert (step["nodes"], step["tasks"], step["mpi"], step["answers"]) == ("127.0.0.[1-2]", "2", pmi, True)
+    assert (step["nodes"], step["tasks"], step["mpi"], step["answers"]) == ("n[1-2]", "2", pmi, True)
     texts = texts_of(page)
-    place = f"step {step['job']}.0 on 127.0.0.[1-2], 2 tasks in the step, started with --mpi={pmi}"
+    place = f"step {step['job']}.0 on n[1-2], 2 tasks in the step, started with --mpi={pmi}"
     for text in (
         "started by srun, 2 ranks",
         "MPI_COMM_WORLD has 2 ranks",
@@ -47,20 +45,12 @@ def test_it_sees_the_step_and_both_nodes(each_mpi, cluster):
     assert any(text.startswith("all 2 directed pairs of 2 nodes meet") for text in texts)
 
 
-def test_a_person_reads_one_page(cluster, any_mpi):
-    launcher = [*ON_TWO_NODES, f"--mpi={any_mpi['HPCDIST_MPI']}"]
-    result = cluster.run(*launcher, any_mpi["HPCDIST_PYTHON"], *DOCTOR, timeout=110)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("hpcdist doctor, 2 ranks") == 1
-    assert "0 wrong" in result.stdout
-
-
 @pytest.mark.parametrize("pmi", ["none", "pmi2", "pmix"])
 def test_the_wrong_pmi_is_named_with_the_command_that_fixes_it(each_mpi, pmi, cluster):
     if (right := each_mpi["HPCDIST_MPI"]) == pmi:
         pytest.skip("that is the right one")
     command = [*ON_TWO_NODES, f"--mpi={pmi}", each_mpi["HPCDIST_PYTHON"], *DOCTOR, "--json"]
-    result = cluster.run(*command, timeout=110)
+    result = cluster.run(*command, seconds=110)
     page = page_of(result)
     assert (result.returncode, page["verdict"]) == (1, "wrong")
     (problem,) = problems_of(page)
@@ -78,6 +68,6 @@ def test_typed_in_an_allocation_it_uses_all_of_it(cluster, any_mpi):
     demo = f"{any_mpi['HPCDIST_PYTHON']} -m hpcdist demo --epochs 1; exit"
     typed = shlex.join(["salloc", *size, "srun", "--nodes=1", "--ntasks=1", "--pty", "bash", "-c", demo])
     for command in (["salloc", *size, "bash", "-c", demo], ["script", "--quiet", "--command", typed, "/dev/null"]):
-        result = cluster.run(*command, timeout=220)
+        result = cluster.run(*command, seconds=220)
         assert "\n3 ranks on mpi," in result.stdout, result.stdout + result.stderr
         assert f"--nodes=2 --ntasks=3 --mpi={any_mpi['HPCDIST_MPI']} " in result.stdout

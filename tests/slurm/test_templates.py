@@ -1,13 +1,12 @@
 """Every template as it is, one test each, on each MPI that it is made for."""
 
-import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import wait_until
+from tests.cluster.slurm import wait_until
 
 TRAIN = Path(__file__).parents[2] / "slurm/jobs/train_digits.py"
 
@@ -56,7 +55,7 @@ def test_the_log_says_where_and_when_the_job_ran(completed, jobs, any_mpi, tmp_p
     job = completed("cpu", jobs / "mpi_sum.py", options=["--nodes=2", "--ntasks-per-node=1"], **any_mpi)
     assert job.facts["StdOut"] == str(tmp_path / f"cpu-{job.id}.out")
     started, ended = lines(job, f"job {job.id}")
-    assert "127.0.0.[1-2], 2 ranks" in started
+    assert "n[1-2], 2 ranks" in started
     assert started.endswith(f"in {tmp_path}")
     assert ended.endswith("with status 0")
 
@@ -113,13 +112,19 @@ def test_elastic_goes_on_after_a_rank_is_killed(completed, jobs, openmpi):
     assert lines(job, "started") == ["started=4 left=3"]
 
 
+def is_rank(host, pid, number):
+    """Tell whether a process of a host is of the rank that PMIx gave this number."""
+    return host.run(["grep", "-qzx", f"PMIX_RANK={number}", f"/proc/{pid}/environ"]).returncode == 0
+
+
 def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, openmpi):
     pytest.importorskip("sklearn")
     arguments = ["--elastic", "--spares", "1", "--epochs", "20"]
     number = submit("elastic", TRAIN, *arguments, options=["--ntasks-per-node=2"], **openmpi)
-    assert wait_until(lambda: "\n    3 " in cluster.output(number), timeout=180), cluster.output(number)
-    _, third = sorted(cluster.ranks("train_digits.py", "PMIX_RANK=2"))  # after the shell that started it
-    os.kill(third, signal.SIGKILL)
+    assert wait_until(lambda: "\n    3 " in cluster.output(number), seconds=180), cluster.output(number)
+    third = [(host, pid) for host in cluster.hosts for pid in host.processes() if is_rank(host, pid, 2)]
+    host, pid = max(third, key=lambda each: each[1])  # after the shell that started it
+    host.signal(pid, signal.SIGKILL)
     job = cluster.wait(number)
     assert (job.state, job.exit_status) == ("COMPLETED", 0), job.output
     assert "a rank has died, going on with 3" in job.output
@@ -130,7 +135,7 @@ def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, openmpi):
 def test_apptainer_says_what_is_missing(cluster, submit, jobs, tmp_path):
     absent = submit("apptainer", jobs / "mpi_sum.py", HPCDIST_CONTAINER="no-such-apptainer")
     imageless = submit("apptainer", jobs / "mpi_sum.py", HPCDIST_CONTAINER="true", HPCDIST_IMAGE="no.sif")
-    for number, message in ((absent, "no no-such-apptainer on 127.0.0.1"), (imageless, "no image 'no.sif'")):
+    for number, message in ((absent, "no no-such-apptainer on n1"), (imageless, "no image 'no.sif'")):
         job = cluster.wait(number)
         assert (job.state, job.exit_status) == ("FAILED", 2)
         assert message in job.output
