@@ -77,7 +77,7 @@ def test_a_host_that_is_lost_is_survived_under_srun(
     plan = {"spares": 2, "steps": 200, "pause": 0.02, "timeout": 60}
     options = ["--nodes=3", "--ntasks-per-node=2", f"--output={output}", f"--chdir={folder}"]
     with Slurm(cluster, 3) as slurm:
-        slurm.environment |= {"HPCDIST_PYTHON": sys.executable, "OMPI_MCA_mpi_yield_when_idle": "1"}
+        slurm.environment |= {"HPCDIST_PYTHON": sys.executable, "HPCDIST_MPI": "pmix"}
         done = slurm.run("sbatch", *options, str(TEMPLATE), str(SCRIPT), json.dumps(plan))
         assert done.returncode == 0, done.stderr
 
