@@ -16,7 +16,7 @@ from hpcdist_stores.errors import DistStoreError
 from hpcdist_stores.file.log import FIRST_KEY, FileLog, pack_record
 from hpcdist_stores.integers import U32, U64
 from hpcdist_stores.tcp.connection import open_connection
-from hpcdist_stores.tcp.wire import HELLO, MAX_KEYS, Request, pack_keys, pack_string
+from hpcdist_stores.tcp.wire import HELLO, MAX_KEYS, Request, pack_keys, pack_strings
 from tests.stores.test_attacks import MiB, Siege
 
 INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "1500"))
@@ -28,7 +28,7 @@ def frame(rng):
     """Return a request as a client may send it."""
     key, value = rng.randbytes(rng.randrange(20)), rng.randbytes(rng.randrange(200))
     body = rng.choice(
-        [pack_string(key), pack_string(key) + pack_string(value), pack_keys([key] * rng.randrange(4)), U64.pack(1), b""]
+        [pack_strings(key), pack_strings(key, value), pack_keys([key] * rng.randrange(4)), U64.pack(1), b""]
     )
     return bytes([rng.choice(list(Request))]) + body
 

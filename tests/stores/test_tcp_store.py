@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import hpcdist_stores as stores
+from hpcdist_stores.integers import U64
 from hpcdist_stores.tcp import wire
 from tests.ports import free_port
 from tests.stores import store_workers
@@ -371,6 +372,6 @@ def test_large_values_to_torchs_own_server(monkeypatch):
     sent = []
     monkeypatch.setattr(client._session, "call", lambda *given: sent.append(given[3]))
     client.multi_set(keys, values)
-    one = wire.OPCODES[wire.Request.SET]
+    one = wire.OPCODES[wire.Request.MULTI_SET] + U64.pack(1)
     pairs = zip([f"/{key}".encode() for key in keys], values, strict=True)
-    assert sent == [b"".join(one + wire.pack_strings(pair) for pair in pairs)]
+    assert sent == [one + wire.pack_strings(*pair) for pair in pairs]

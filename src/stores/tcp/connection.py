@@ -76,7 +76,12 @@ class Connection:
         return self.read(_u64(self.read(8))[0])
 
     def read_values(self, count: int) -> list[bytes]:
-        return [self.read_value() for _ in range(count)]
+        values, self.at = wire.cut_strings(self.rest, self.at, len(self.rest), count)
+        while len(values) < count:
+            values.append(self.read_value())  # receives more
+            more, self.at = wire.cut_strings(self.rest, self.at, len(self.rest), count - len(values))
+            values += more
+        return values
 
     def close(self) -> None:
         self.sock.close()

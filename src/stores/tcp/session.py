@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from hpcdist_stores.errors import NoAnswerError, ServerClosedError, lost_server, name_keys
 from hpcdist_stores.tcp.connection import Connection, connect, open_connection
-from hpcdist_stores.tcp.wire import MAX_KEY, MAX_KEYS, MAX_VALUE, OPCODES, WOKEN, Request
+from hpcdist_stores.tcp.wire import MAX_KEY, MAX_VALUE, OPCODES, WOKEN, Request
 
 PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
 FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline
@@ -112,23 +112,14 @@ class Session:
         self.pipelines = True  # CHECK and GET in one send; off for torch's legacy server
         _sessions.add(self)
 
-    def check_pairs(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Refuse here what our server would refuse of a multi_set by closing the connection."""
-        if self.is_ours and len(keys) > MAX_KEYS:
-            raise DistStoreError(f"multi_set of {len(keys)} keys: the server's limit is {MAX_KEYS}")
-        if max(map(len, keys), default=0) > MAX_KEY or max(map(len, values), default=0) > MAX_VALUE:
-            for key, value in zip(keys, values, strict=True):
-                self.check_sizes(key, value)
-
-    def check_sizes(self, key: bytes, *values: bytes) -> None:
+    def check_sizes(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
         """Refuse here what our server would refuse by closing the connection."""
         if not self.is_ours:
             return
-        if len(key) > MAX_KEY:
-            raise DistStoreError(f"a key of {len(key)} bytes: the server's limit is {MAX_KEY}")
-        for value in values:
-            if len(value) > MAX_VALUE:
-                raise DistStoreError(f"{key[1:]!r}: a value of {len(value)} bytes: the server's limit is {MAX_VALUE}")
+        if (size := max(map(len, keys))) > MAX_KEY:
+            raise DistStoreError(f"a key of {size} bytes: the server's limit is {MAX_KEY}")
+        if (size := max(map(len, values))) > MAX_VALUE:
+            raise DistStoreError(f"{name_keys(keys)}: a value of {size} bytes: the server's limit is {MAX_VALUE}")
 
     def call(
         self, verb: str, keys: Sequence[bytes], limit: float | None, frame: bytes, read: Callable[[Connection], T]

@@ -20,7 +20,7 @@ from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, take_over
 from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from hpcdist_stores.tcp.wire import OPCODES, PRESENT, Request, pack_keys, pack_pairs, pack_string, pack_strings
+from hpcdist_stores.tcp.wire import MAX_KEY, OPCODES, PRESENT, Request, pack_keys, pack_strings, string_parts
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -32,7 +32,10 @@ _CHECK_ONE = _CHECK + _ONE
 _INIT_KEY = b"init/"  # counts the clients; the only key without a leading "/"
 _POLL_S = 0.01
 MAX_PORT = 65535
-# torch's server reads a frame from its beginning again for each 64 KiB that arrive: MULTI_SET of 16 MiB took it 25 s
+# A multi_set goes out in requests of so many pairs, so that packing and storing may overlap; or of one if the values
+# are large, because torch's server reads a frame from its beginning again for each 64 KiB that arrive: a MULTI_SET of
+# 16 MiB took it 25 s.
+_PAIRS = 256
 _LARGE_FRAME = 1 << 20
 _MOST_NAMED = 64  # a wait for more keys than this does not find out which of them are missing
 
@@ -149,8 +152,9 @@ class TCPStore(Store):
         self._send(_R[Request.APPEND], "append to", self._name(key), as_bytes(value, "value"))
 
     def _send(self, request: bytes, verb: str, key: bytes, value: bytes) -> None:
-        self._session.check_sizes(key, value)
         frame = request + _pack(len(key)) + key + _pack(len(value)) + value
+        if len(frame) > MAX_KEY:
+            self._session.check_sizes((key,), (value,))
         self._session.call(verb, (key,), self._limit, frame, _read_nothing)
 
     def get(self, key: Text) -> bytes:
@@ -218,7 +222,7 @@ class TCPStore(Store):
         """Return the keys that are not there, for a message; all keys if the server does not tell at once."""
         if len(keys) == 1 or len(keys) > _MOST_NAMED:
             return keys
-        frame = b"".join(_CHECK_ONE + pack_string(key) for key in keys)
+        frame = b"".join(_CHECK_ONE + pack_strings(key) for key in keys)
         try:
             answers = self._session.call("check", keys, cancel_limit(0), frame, lambda c: c.read(len(keys)))
         except DistNetworkError:
@@ -255,13 +259,14 @@ class TCPStore(Store):
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         name = self._name(key)
         before, after = as_bytes(expected, "expected"), as_bytes(desired, "desired")
-        self._session.check_sizes(name, before, after)
-        frame = b"".join((_R[Request.COMPARE_SET], pack_string(name), pack_string(before), pack_string(after)))
+        frame = _R[Request.COMPARE_SET] + pack_strings(name, before, after)
+        if len(frame) > MAX_KEY:
+            self._session.check_sizes((name,), (before, after))
         return self._session.call("compare_set", (name,), self._limit, frame, Connection.read_value)
 
     def delete_key(self, key: Text) -> bool:
         name = self._name(key)
-        frame = _R[Request.DELETE_KEY] + pack_string(name)
+        frame = _R[Request.DELETE_KEY] + pack_strings(name)
         return _i64(self._ask(frame, 8, "delete_key", (name,)))[0] == 1
 
     def num_keys(self) -> int:
@@ -277,11 +282,15 @@ class TCPStore(Store):
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Store several values (not confirmed, as with set)."""
         names, given = self._pairs(keys, values)
-        self._session.check_pairs(names, given)
-        frame = _R[Request.MULTI_SET] + _pack(len(names)) + pack_pairs(names, given)
-        if len(frame) > _LARGE_FRAME and not self._session.is_ours:
-            frame = b"".join(_SET + pack_strings(pair) for pair in zip(names, given, strict=True))
-        self._session.call("multi_set", names, self._limit, frame, _read_nothing)
+        if not names:
+            return
+        session, limit = self._session, self._limit
+        session.check_sizes(names, given)
+        step = _PAIRS if sum(map(len, given)) < _LARGE_FRAME else 1
+        for at in range(0, len(names), step):
+            some = names[at : at + step]
+            frame = (_R[Request.MULTI_SET], _pack(len(some)), *string_parts(some, given[at : at + step]))
+            session.call("multi_set", names, limit, b"".join(frame), _read_nothing)
 
     # -- queues, barrier --------------------------------------------------------------------------------
 
@@ -309,7 +318,7 @@ class TCPStore(Store):
             DistStoreError: If none came within the store's timeout.
         """
         name = self._queue_key(key)
-        packed = pack_string(name)
+        packed = pack_strings(name)
 
         def read(connection: Connection) -> bytes | None:
             length = _i64(connection.read(8))[0]
@@ -326,7 +335,7 @@ class TCPStore(Store):
 
     def queue_len(self, key: Text) -> int:
         name = self._queue_key(key)
-        return _i64(self._ask(_R[Request.QUEUE_LEN] + pack_string(name), 8, "queue_len of", (name,)))[0]
+        return _i64(self._ask(_R[Request.QUEUE_LEN] + pack_strings(name), 8, "queue_len of", (name,)))[0]
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
         seconds = self._seconds if timeout is None else as_seconds(timeout)
@@ -335,7 +344,7 @@ class TCPStore(Store):
         start = time.monotonic()
         deadline = None if seconds < 0 else start + seconds
         ping = _R[Request.PING] + U32.pack(1)
-        frame = _R[Request.BARRIER] + pack_string(name) + I64.pack(world_size)
+        frame = _R[Request.BARRIER] + pack_strings(name) + I64.pack(world_size)
         note = ""
         try:
             # what was written before is in place once this is answered; the barrier has a connection of its own

@@ -65,10 +65,8 @@ class Peer:
         self.born = self.touched = time.monotonic()
         self.wait: Wait | None = None
         self.need = 0  # absolute position in data; the server makes it a length
-        self.heavy = False  # a large reply was made: send before going on
         self.pairs = 0  # pairs of a MULTI_SET still to come
         self.list_left: tuple[int, int] | None = None  # of an unfinished list: keys left, place of the next
-        self.checked: tuple[bytes, list[bytes]] | None = None  # a list that is asked for twice, raw and parsed
 
 
 class Space:

@@ -25,13 +25,12 @@ from itertools import islice
 
 from hpcdist_stores.integers import U32
 from hpcdist_stores.tcp.server.keys import Peer, Refused, Space
-from hpcdist_stores.tcp.server.requests import HANDLERS, set_pairs
+from hpcdist_stores.tcp.server.requests import PIECES, perform
 from hpcdist_stores.tcp.wire import GREETING_SECRET, HELLO, NONCE_SIZE, PROOF_SIZE, is_proof, proof
 
 READ_SIZE = 64 * 1024
 UNFINISHED_LIMIT = 8 * 1024 * 1024  # bytes in unfinished frames of all peers, above which those that stall are closed
 JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
-PIECES = 512  # replies in one sendmsg
 STALL_S = 1.0  # a frame stalls if nothing came for so long
 TICK_S = 0.25
 GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
@@ -55,6 +54,8 @@ class Server:
         self.unfinished = 0
         self.is_full = False
         listener.setblocking(False)
+        for level, option in ((socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)):
+            listener.setsockopt(level, option, 1)  # accepted sockets have what their listener has
         self.watch(listener.fileno(), self.accept_all)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
@@ -97,9 +98,6 @@ class Server:
                     return
                 continue  # that one left before it was taken
             sock.setblocking(False)
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             peer = Peer(sock, self.transmit)
             self.connections[peer.fd] = peer
             self.epoll.register(peer.fd, READ)
@@ -146,24 +144,12 @@ class Server:
             peer.buf = None
 
     def answer(self, peer: Peer, data: bytes) -> None:
-        """Answer all complete requests in data and keep the rest."""
-        pos = at = 0
-        end = len(data)
-        space = self.space
+        """Answer all whole requests in data and keep the rest."""
         out: list[bytes] = []
         try:
-            if not peer.is_open:
-                pos = at = self.greet(peer, data)
-            while 0 <= pos < end:
-                if peer.pairs:
-                    at = set_pairs(space, peer, data, pos, end, out)
-                else:
-                    at = HANDLERS[data[pos]](space, peer, data, pos + 1, end, out)
-                if at < 0:
-                    break
-                pos = at
-                if peer.heavy:
-                    break
+            pos = 0 if peer.is_open else self.greet(peer, data)
+            if peer.is_open:
+                pos = perform(self.space, peer, data, pos, out)
         except (Refused, MemoryError):
             if out:
                 self.transmit(peer, out)
@@ -171,29 +157,23 @@ class Server:
             return
         if out:
             self.transmit(peer, out)
-        if pos < end and peer.fd in self.connections:
-            pos = max(pos, 0)
-            if at >= 0:  # complete requests are left, after a large reply: the others come first
-                peer.need = pos
-                if peer.unsent is None:
-                    peer.unsent = deque()
-                    self.epoll.modify(peer.fd, WRITE)
-            peer.heavy = False
-            rest = peer.buf = bytearray(memoryview(data)[pos:])
+        if pos < len(data) and peer.fd in self.connections:
+            if peer.need == pos and peer.unsent is None:  # whole requests are left; the replies are sent first
+                peer.unsent = deque()
+                self.epoll.modify(peer.fd, WRITE)
+            peer.buf = bytearray(memoryview(data)[pos:])
             peer.touched = time.monotonic()
             peer.need -= pos
-            self.unfinished += len(rest)
-        peer.heavy = False
-        peer.checked = None
+            self.unfinished += len(peer.buf)
 
     def greet(self, peer: Peer, data: bytes) -> int:
-        """Check how a connection begins; return where its requests start, or -1 while more is needed."""
+        """Check how a connection begins; return how much of it has been taken."""
         if peer.nonce is None:
             peer.need = 5 if self.secret is None else len(HELLO)
             if not HELLO.startswith(data[: peer.need]):
                 raise Refused("no greeting")
             if len(data) < peer.need:
-                return -1
+                return 0
             if self.secret is None:
                 peer.is_open = True
                 return 5
@@ -204,7 +184,7 @@ class Server:
             return len(data)
         peer.need = NONCE_SIZE + PROOF_SIZE
         if len(data) < peer.need:
-            return -1
+            return 0
         theirs, given = data[:NONCE_SIZE], data[NONCE_SIZE : peer.need]
         secret = self.secret or b""
         if not is_proof(given, proof(secret, b"client", peer.nonce, theirs)):

@@ -1,10 +1,8 @@
-"""Request handlers of the server, one function a request, found in ``HANDLERS`` by the request's first byte.
+"""Requests of the server: how each is parsed, and what it does, found in ``REQUESTS`` by its first byte.
 
-    handler(space, peer, data, pos, end, out) -> position behind the request, or -1 if it is not complete
-
-Replies are appended to ``out``. An incomplete request sets ``peer.need`` to the position up to which
-``data`` must reach before another try can succeed, so that no frame is scanned again from its start with
-every segment. Standard library only: the server process imports this file without torch.
+A request that is not whole sets ``peer.need`` to the position up to which the data must reach before another try can
+succeed, so that no frame is scanned again from its start with every segment. Standard library only: the server
+process imports this file without torch.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from struct import Struct
-from struct import error as StructError
 from typing import Any
 
 from hpcdist_stores.integers import I64, U64, add_i64
@@ -29,114 +26,101 @@ from hpcdist_stores.tcp.wire import (
     PRESENT,
     WOKEN,
     Request,
+    cut_strings,
+    string_parts,
 )
+
+PIECES = 512  # replies (or parts of them) in one send; with more, they are sent before the next request is done
+A_LIST = -1  # of keys, in place of a number of strings
 
 _u64 = U64.unpack_from
 _pack_u64 = U64.pack
 _pack_i64 = I64.pack
+_MULTI_GET = int(Request.MULTI_GET)  # attributes of an Enum take time
 
-Handler = Callable[[Space, Peer, bytes, int, int, "list[bytes]"], int]
 Reply = Sequence[bytes]
 
 
-def _string(peer: Peer, data: bytes, pos: int, end: int, limit: int) -> int:
-    """Return the end of the string at pos, -1 if it is not complete; refuse one that is too long."""
-    if end - pos < 8:
-        peer.need = pos + 8
-        return -1
-    (size,) = _u64(data, pos)
-    if size > limit:
-        raise Refused(f"a length of {size}, above the limit of {limit}")
-    stop: int = pos + 8 + size
-    if stop > end:
-        peer.need = stop
-        return -1
-    return stop
+def perform(space: Space, peer: Peer, data: bytes, pos: int, out: list[bytes]) -> int:
+    """Do the requests that are whole in ``data`` from a position on; return the position of the first that is left.
 
-
-def _handler(act: Callable[..., Reply], *limits: int, fixed: Struct | None = None) -> Handler:
-    """Return the handler of a request that consists of strings, and fields of a fixed size after them.
-
-    ``act(space, peer, ...)`` does what is requested and returns the reply.
+    Replies are appended to ``out``. If what is left could be done at once after the replies, ``peer.need`` is its
+    position.
     """
-
-    def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
+    end = len(data)
+    raw, keys = b"", list[bytes]()
+    while pos < end:
+        if peer.pairs:
+            pos = _set_pairs(space, peer, data, pos, end)
+            if peer.pairs:
+                break
+            continue
+        act, strings, fixed = REQUESTS[data[pos]]
+        at = pos + 1
         arguments: list[Any] = []
-        for limit in limits:
-            if (stop := _string(peer, data, pos, end, limit)) < 0:
-                return -1
-            arguments.append(data[pos + 8 : stop])
-            pos = stop
+        if strings == A_LIST:
+            if raw and data.startswith(raw, at):  # CHECK, then MULTI_GET of the same keys: our client's multi_get
+                at += len(raw)
+            else:
+                keys, at = _keys(peer, data, at, end)
+                if at < 0:
+                    break
+            raw = data[pos + 1 : at] if at < end and data[at] == _MULTI_GET else b""
+            arguments = [keys]
+        elif strings:
+            arguments, at = cut_strings(data, at, end, strings)
+            if len(arguments) < strings:
+                _expect(peer, data, at, MAX_VALUE if arguments else MAX_KEY)
+                break
+            if len(arguments[0]) > MAX_KEY:
+                raise Refused("a key above the limit")
         if fixed is not None:
-            if pos + fixed.size > end:
-                peer.need = pos + fixed.size
-                return -1
-            arguments += fixed.unpack_from(data, pos)
-            pos += fixed.size
+            pos_of_fixed, at = at, at + fixed.size
+            if at > end:
+                peer.need = at
+                break
+            arguments += fixed.unpack_from(data, pos_of_fixed)
         out += act(space, peer, *arguments)
-        return pos
+        pos = at
+        if len(out) > PIECES:
+            peer.need = pos
+            break
+    return pos
 
-    return handle
 
-
-def _handler_of_keys(act: Callable[[Space, Peer, list[bytes]], Reply]) -> Handler:
-    """Return the handler of a request that consists of a list of keys."""
-
-    def handle(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-        keys, stop = _keys(peer, data, pos, end)
-        if stop >= 0:
-            out += act(space, peer, keys)
-        return stop
-
-    return handle
+def _expect(peer: Peer, data: bytes, pos: int, limit: int) -> None:
+    """Note where the unfinished string at a position ends, as far as is known; refuse one that is too long."""
+    peer.need = pos + 8
+    if peer.need <= len(data):
+        (size,) = _u64(data, pos)
+        if size > limit:
+            raise Refused(f"a length of {size}, above the limit of {limit}")
+        peer.need += size
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
-    """Return the list of keys at pos and its end, -1 while it is not complete."""
-    if end - pos < 8:
-        peer.need = pos + 8
+    """Return the list of keys at a position and its end, -1 while it is not whole.
+
+    One that comes in pieces is only measured, from where it was left; its keys are kept at the end.
+    """
+    begin = pos + 8
+    if begin > end:
+        peer.need = begin
         return [], -1
     (count,) = _u64(data, pos)
     if count > MAX_KEYS:
         raise Refused(f"a list of {count} keys, above the limit of {MAX_KEYS}")
-    if peer.checked is not None:  # CHECK, then MULTI_GET of the same keys: what our client's multi_get sends
-        raw, known = peer.checked
-        peer.checked = None
-        if data.startswith(raw, pos):
-            return known, pos + len(raw)
-    # A list that comes in pieces is only measured, from where it was left; its keys are cut out at the end.
-    keys: list[bytes] = []
-    is_whole = peer.list_left is None
-    left, at = peer.list_left or (count, 8)
-    at += pos
-    last = min(end, pos + MAX_LIST)
-    while left:
-        start = at + 8
-        if start <= end:
-            (size,) = _u64(data, at)
-            stop = start + size
-            if stop <= last and size <= MAX_KEY:
-                if is_whole:
-                    keys.append(data[start:stop])
-                at = stop
-                left -= 1
-                continue
-            if size > MAX_KEY or stop - pos > MAX_LIST:
-                raise Refused(f"a key of {size} bytes, or a list above {MAX_LIST} bytes")
-            peer.need = stop
-        else:
-            peer.need = start
-        peer.list_left = (left, at - pos)
+    left, at = (count, begin) if peer.list_left is None else (peer.list_left[0], pos + peer.list_left[1])
+    keys, at = cut_strings(data, at, end, left)
+    if at - pos > MAX_KEY and (at - pos > MAX_LIST or max(map(len, keys), default=0) > MAX_KEY):
+        raise Refused(f"a key above {MAX_KEY} bytes, or a list above {MAX_LIST}")
+    if len(keys) < left:
+        peer.list_left = left - len(keys), at - pos
+        _expect(peer, data, at, min(MAX_KEY, pos + MAX_LIST - at - 8))
         return [], -1
-    peer.list_left = None
-    if not is_whole:
-        start = pos + 8
-        for _ in range(count):
-            stop = start + 8 + _u64(data, start)[0]
-            keys.append(data[start + 8 : stop])
-            start = stop
-    if count > 1 and at < end and data[at] == Request.MULTI_GET:
-        peer.checked = (data[pos:at], keys)
+    if peer.list_left is not None:
+        peer.list_left = None
+        keys, at = cut_strings(data, begin, end, count)
     return keys, at
 
 
@@ -195,12 +179,7 @@ def _wait(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
 
 def _multi_get(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
     get = space.data.get
-    reply: list[bytes] = []
-    for key in keys:
-        value = get(key, b"")
-        reply += (_pack_u64(len(value)), value)
-    peer.heavy = True
-    return reply
+    return string_parts([get(key, b"") for key in keys])
 
 
 def _multi_set(space: Space, peer: Peer, count: int) -> Reply:
@@ -210,30 +189,24 @@ def _multi_set(space: Space, peer: Peer, count: int) -> Reply:
     return ()
 
 
-def set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int, out: list[bytes]) -> int:
-    """Store the pairs of a MULTI_SET that are complete; return the position behind them, -1 if there is none."""
-    store, waits, begun, left = space.data, space.waits, pos, peer.pairs
-    try:
-        while left:
-            start = pos + 8
-            middle = start + _u64(data, pos)[0]
-            value = middle + 8
-            stop = value + _u64(data, middle)[0]
-            if stop > end or middle - start > MAX_KEY or stop - value > MAX_VALUE:
-                break
-            key = data[start:middle]
-            store[key] = data[value:stop]
-            if waits and key in waits:
+def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int:
+    """Store the pairs of a MULTI_SET that are whole; return the position behind them."""
+    texts, at = cut_strings(data, pos, end, 2 * peer.pairs)
+    keys, values = texts[::2], texts[1::2]
+    if at - pos > MAX_KEY and max(map(len, keys), default=0) > MAX_KEY:
+        raise Refused("a key above the limit")
+    space.data.update(zip(keys, values))  # noqa: B905 - the last key's value may not be there yet
+    peer.pairs -= len(values)
+    if space.waits:
+        for key in keys[: len(values)]:
+            if key in space.waits:
                 space.tick_off(key)
-            left -= 1
-            pos = stop
-    except (StructError, OverflowError):  # a length is not there yet, or is nonsense
-        pass
-    peer.pairs = left
-    if left:
-        at = set_pair(space, peer, data, pos, end, out)  # says how much is missing, or refuses
-        return at if pos == begun else pos
-    return pos
+    if peer.pairs:
+        is_half = len(keys) > len(values)
+        _expect(peer, data, at, MAX_VALUE if is_half else MAX_KEY)
+        if is_half:
+            at -= 8 + len(keys[-1])
+    return at
 
 
 def _num_keys(space: Space, peer: Peer) -> Reply:
@@ -275,11 +248,7 @@ def _queue_len(space: Space, peer: Peer, key: bytes) -> Reply:
 
 
 def _list_keys(space: Space, peer: Peer) -> Reply:
-    reply = [_pack_i64(len(space.data))]
-    for key in space.data:
-        reply += _value(key)
-    peer.heavy = True
-    return reply
+    return [_pack_i64(len(space.data)), *string_parts(list(space.data))]
 
 
 def _barrier(space: Space, peer: Peer, key: bytes, world_size: int) -> Reply:
@@ -298,26 +267,28 @@ def _refuse(space: Space, peer: Peer) -> Reply:
     raise Refused("an unknown request")
 
 
-set_pair = _handler(_set, MAX_KEY, MAX_VALUE)
-HANDLERS = [_handler(_refuse)] * 256
-for _request, _of_request in {
-    Request.SET: set_pair,
-    Request.COMPARE_SET: _handler(_compare_set, MAX_KEY, MAX_VALUE, MAX_VALUE),
-    Request.GET: _handler(_get, MAX_KEY),
-    Request.ADD: _handler(_add, MAX_KEY, fixed=I64),
-    Request.CHECK: _handler_of_keys(_check),
-    Request.WAIT: _handler_of_keys(_wait),
-    Request.NUM_KEYS: _handler(_num_keys),
-    Request.DELETE_KEY: _handler(_delete_key, MAX_KEY),
-    Request.APPEND: _handler(_append, MAX_KEY, MAX_VALUE),
-    Request.MULTI_GET: _handler_of_keys(_multi_get),
-    Request.MULTI_SET: _handler(_multi_set, fixed=U64),
-    Request.CANCEL_WAIT: _handler(_cancel_wait),
-    Request.PING: _handler(_ping, fixed=Struct(f"{len(GREETING)}s")),
-    Request.QUEUE_PUSH: _handler(_queue_push, MAX_KEY, MAX_VALUE),
-    Request.QUEUE_POP: _handler(_queue_pop, MAX_KEY),
-    Request.QUEUE_LEN: _handler(_queue_len, MAX_KEY),
-    Request.LIST_KEYS: _handler(_list_keys),
-    Request.BARRIER: _handler(_barrier, MAX_KEY, fixed=I64),
-}.items():
-    HANDLERS[_request] = _of_request
+# what a request does (act(space, peer, *arguments) -> its reply), and its arguments: strings, of which the first is a
+# key and the others are values, or a list of keys; then fields of a fixed size
+_Form = tuple[Callable[..., Reply], int, Struct | None]
+_FORMS: dict[Request, _Form] = {
+    Request.SET: (_set, 2, None),
+    Request.COMPARE_SET: (_compare_set, 3, None),
+    Request.GET: (_get, 1, None),
+    Request.ADD: (_add, 1, I64),
+    Request.CHECK: (_check, A_LIST, None),
+    Request.WAIT: (_wait, A_LIST, None),
+    Request.NUM_KEYS: (_num_keys, 0, None),
+    Request.DELETE_KEY: (_delete_key, 1, None),
+    Request.APPEND: (_append, 2, None),
+    Request.MULTI_GET: (_multi_get, A_LIST, None),
+    Request.MULTI_SET: (_multi_set, 0, U64),
+    Request.CANCEL_WAIT: (_cancel_wait, 0, None),
+    Request.PING: (_ping, 0, Struct(f"{len(GREETING)}s")),
+    Request.QUEUE_PUSH: (_queue_push, 2, None),
+    Request.QUEUE_POP: (_queue_pop, 1, None),
+    Request.QUEUE_LEN: (_queue_len, 1, None),
+    Request.LIST_KEYS: (_list_keys, 0, None),
+    Request.BARRIER: (_barrier, 1, I64),
+}
+_UNKNOWN: _Form = (_refuse, 0, None)
+REQUESTS = [_FORMS.get(number, _UNKNOWN) for number in range(256)]  # type: ignore[call-overload]  # an IntEnum's
