@@ -93,7 +93,7 @@ def judge(folder: Path) -> str | None:
     """Return what catches the mutant in a folder, or None."""
     for ranks, arguments in (
         (0, (*PYTEST, "tests/unit/test_nccl_calls.py", "tests/unit/test_nccl_watch.py")),
-        (1, (*EMULATED, "tests/gpu/test_lifetimes.py", "tests/gpu/test_streams.py")),
+        (1, (*EMULATED, *(f"tests/gpu/test_{each}.py" for each in ("lifetimes", "streams", "torch_nccl")))),
         (2, (*EMULATED, "tests/gpu/test_lifetimes.py", "tests/gpu/test_groups_and_messages.py")),
     ):
         failure = run(folder, ranks, *arguments)

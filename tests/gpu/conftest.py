@@ -43,6 +43,8 @@ def world():
         yield None
         return
     dist.init_process_group("cpu:mpi,cuda:nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))  # connects, which a capture cannot, and waits for the device
+    torch.cuda.synchronize()
     yield dist.group.WORLD
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -59,6 +61,23 @@ def group(world, request):
 @pytest.fixture
 def device(world):
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def connect(device):
+    """Makes groups of all ranks that have done one all_reduce, and destroys them after the test."""
+    groups = []
+
+    def make(**given):
+        groups.append(dist.new_group(**given))
+        dist.all_reduce(torch.ones(1, device=device), group=groups[-1])
+        torch.cuda.synchronize()
+        dist.barrier()
+        return groups[-1]
+
+    yield make
+    for each in groups:
+        dist.destroy_process_group(each)
 
 
 class Gate:

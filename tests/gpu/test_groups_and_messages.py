@@ -76,9 +76,8 @@ def test_subgroups(is_connected, rank, size, device):
     dist.destroy_process_group(parent)
 
 
-def test_shrink(two_ranks, rank, size, device):
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
+def test_shrink(two_ranks, connect, rank, size, device):
+    group = connect()
     if load().version < SHRINK_SINCE:
         with pytest.raises(dist.DistBackendError, match="shrink needs NCCL"):
             group.backend("cuda").shrink([(rank + 1) % size], "smaller", False)
@@ -91,13 +90,10 @@ def test_shrink(two_ranks, rank, size, device):
         assert tensor.tolist() == [size - 1] * 2
         smaller.close()
     dist.barrier()
-    dist.destroy_process_group(group)
 
 
-def test_a_split_waits_for_the_groups_own_calls_only(emulation, gate, rank, size, device):
-    parent = dist.new_group()  # no graph has held its calls, after which a split waits for the whole device
-    dist.all_reduce(torch.ones(1, device=device), group=parent)
-    torch.cuda.synchronize()
+def test_a_split_waits_for_the_groups_own_calls_only(emulation, connect, gate, size, device):
+    parent = connect()  # no graph has held its calls, after which a split waits for the whole device
     with torch.cuda.stream(torch.cuda.Stream()):
         gate.close()  # a kernel of the program's that takes long
     group = dist.split_group(parent, [list(range(size))])
@@ -105,14 +101,11 @@ def test_a_split_waits_for_the_groups_own_calls_only(emulation, gate, rank, size
     tensor = torch.ones(1, device=device)
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == size
-    for each in (group, parent):
-        dist.destroy_process_group(each)
+    dist.destroy_process_group(group)
 
 
-def test_an_abort_ends_the_groups_communicator_and_those_of_messages(two_ranks, rank, device):
-    group = dist.new_group()
-    tensor = torch.ones(1, device=device)
-    dist.all_reduce(tensor, group=group)
+def test_an_abort_ends_the_groups_communicator_and_those_of_messages(two_ranks, connect, rank, device):
+    group, tensor = connect(), torch.ones(1, device=device)
     if rank < 2:
         (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank, group=group)
     torch.cuda.synchronize()
@@ -131,14 +124,11 @@ def test_an_abort_ends_the_groups_communicator_and_those_of_messages(two_ranks, 
     with pytest.raises(dist.DistBackendError, match="a test says so"):
         dist.all_reduce(tensor, group=group)
     dist.barrier()
-    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(two_ranks, is_async, rank, device):
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
+def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(two_ranks, is_async, connect, rank, device):
+    group = connect(timeout=timedelta(seconds=3))
     if rank == 1:
         dist.barrier()  # until the watchdogs of the others have ended their calls
         group.backend("cuda").faults.interrupt("it never came")
@@ -153,22 +143,19 @@ def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(two_ranks, is_async,
         with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
             dist.all_reduce(torch.ones(1, device=device), group=group)
         dist.barrier()
-    dist.destroy_process_group(group)
 
 
-def test_a_group_of_nccl_alone_and_one_of_mpi_alone(rank, size, device):
-    for backend in ("nccl", "mpi"):
-        group = dist.new_group(backend=backend)
-        tensor = torch.ones(1000, device=device)
-        dist.all_reduce(tensor, group=group)
-        dist.all_reduce(tensor, group=group, async_op=True).wait()
-        assert bool((tensor == size * size).all())
-        dist.destroy_process_group(group)
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "cuda:torch"])
+def test_a_group_of_one_library_alone(connect, backend, size, device):
+    group, tensor = connect(backend=backend), torch.ones(1000, device=device)
+    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=group, async_op=True).wait()
+    assert bool((tensor == size * size).all())
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
-def test_messages_into_tensors_made_in_inference_mode(backend, rank, size, device):
-    group = dist.new_group(backend=backend)
+def test_messages_into_tensors_made_in_inference_mode(backend, connect, rank, size, device):
+    group = connect(backend=backend)
     right, left = (rank + 1) % size, (rank - 1) % size
     with torch.inference_mode():
         targets = [torch.zeros(4, device=device), torch.zeros((4, 2), device=device)[:, 0]]
@@ -178,7 +165,6 @@ def test_messages_into_tensors_made_in_inference_mode(backend, rank, size, devic
     for work in works:
         work.wait()
     assert [target.tolist() for target in targets] == [[left + 1.0] * 4] * 2
-    dist.destroy_process_group(group)
 
 
 def test_options_reach_nccl(world, rank, size, device, monkeypatch):

@@ -90,7 +90,6 @@ CASES += [bytes_of_integers, ring]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_what_a_call_reads_and_writes_is_not_handed_out_meanwhile(case, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     for _ in range(3):
         torch.cuda._sleep(SLEEP_CYCLES)  # the call is not begun when the host goes on
         work, rows, expected = case(rank, size, device)
@@ -102,7 +101,6 @@ def test_what_a_call_reads_and_writes_is_not_handed_out_meanwhile(case, rank, si
 
 
 def test_the_same_of_calls_that_are_launched_together(rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     for _ in range(3):
         tensors = [torch.full((size * COUNT,), float(rank), device=device) for _ in range(2)]
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -118,7 +116,6 @@ def test_the_same_of_calls_that_are_launched_together(rank, size, device):
 
 @pytest.mark.parametrize("case", [in_place_exchange, tensor_factor, strided_input], ids=lambda case: case.__name__)
 def test_a_wait_on_another_stream_frees_nothing_for_the_first(case, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     other = torch.cuda.Stream()
     torch.cuda._sleep(SLEEP_CYCLES)
     work, rows, expected = case(rank, size, device)
@@ -133,8 +130,6 @@ def test_a_wait_on_another_stream_frees_nothing_for_the_first(case, rank, size, 
 
 
 def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
     streams = dist.group.WORLD.backend("cuda").communicators.group.streams
     dist.group.WORLD.backend("cuda").outstanding()
     before = torch.cuda.memory_allocated()
@@ -152,8 +147,6 @@ def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(gate, rank, size, dev
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
 def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
     dist.group.WORLD.backend("cuda").outstanding()
     before, nbytes = torch.cuda.memory_allocated(), 1 << 22
     for _ in range(4):
@@ -184,11 +177,8 @@ def test_no_event_of_the_profiler_ends_after_the_profiler_which_crashes_torch(wo
     assert all(work.is_completed() for work in works)
 
 
-def test_a_dropped_work_that_hangs_is_told_of_and_aborted(two_ranks, rank, device):
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
+def test_a_dropped_work_that_hangs_is_told_of_and_aborted(two_ranks, connect, rank, device):
+    group = connect()
     backend = group.backend("cuda")
     if rank == 0:
         tensor = torch.ones(1, device=device)
@@ -202,15 +192,11 @@ def test_a_dropped_work_that_hangs_is_told_of_and_aborted(two_ranks, rank, devic
         assert isinstance(hung.exception(), dist.DistBackendError)
     torch.cuda.synchronize()
     dist.barrier()
-    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-def test_an_abort_frees_memory_behind_what_is_queued(is_capturing, rank, size, device):
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
+def test_an_abort_frees_memory_behind_what_is_queued(is_capturing, connect, device):
+    group = connect()
     stream, graph, tensor = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.ones(COUNT, device=device)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -226,7 +212,6 @@ def test_an_abort_frees_memory_behind_what_is_queued(is_capturing, rank, size, d
     torch.cuda.synchronize()
     assert tensor[0].item() == 1 + is_capturing
     dist.barrier()
-    dist.destroy_process_group(group)
 
 
 def test_events_come_from_a_pool(rank, size, device):
@@ -404,11 +389,8 @@ def test_a_graph_that_outlives_its_group(backend, rank, size, device):
     dist.barrier()
 
 
-def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(rank, size, device):
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
+def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(connect, device):
+    group = connect()
     backend = group.backend("cuda")
     assert backend.faults.interrupt("a test says so")
     assert backend.faults.interrupt("a second time, when there is nothing left to abort")
@@ -424,4 +406,3 @@ def test_a_call_of_a_group_that_was_interrupted_does_not_reach_nccl(rank, size, 
         with pytest.raises(dist.DistBackendError, match="a test says so"):
             call()
     dist.barrier()
-    dist.destroy_process_group(group)

@@ -103,8 +103,8 @@ def test_of_another_op_root_and_device(rank, size, device):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_through_host_memory_each_call_keeps_its_place_among_streams(is_async, rank, size, device):
-    group = dist.new_group(backend="mpi")
+def test_through_host_memory_each_call_keeps_its_place_among_streams(is_async, connect, rank, size, device):
+    group = connect(backend="mpi")
     with torch.cuda.stream(torch.cuda.Stream()):
         for value in range(ROUNDS):
             tensor = torch.full((COUNT,), float(value), device=device)
@@ -115,7 +115,6 @@ def test_through_host_memory_each_call_keeps_its_place_among_streams(is_async, r
                 time.sleep(0.003)  # the worker thread carries it out
                 work.wait()
             assert tensor.unique().tolist() == [float(sum(value + each for each in range(size)))]
-    dist.destroy_process_group(group)
 
 
 def test_a_destroyed_group_repeats_nothing(rank, size, device):

@@ -16,21 +16,7 @@ from hpcdist.core.call import Call
 SLEEP_CYCLES = 400_000_000  # a few tenths of a second
 
 
-def test_a_call_waits_for_the_kernels_before_it_and_they_for_it(rank, size, device):
-    for is_async in (False, True):
-        tensor = torch.zeros(1 << 20, device=device)
-        torch.cuda._sleep(SLEEP_CYCLES)
-        tensor += 1
-        work = dist.all_reduce(tensor, async_op=is_async)
-        if is_async:
-            work.wait()
-        tensor *= 2
-        assert bool((tensor == 2 * size).all())
-
-
 def test_wait_does_not_block_the_host(gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
-    torch.cuda.synchronize()
     ended = torch.cuda.Event()
     gate.close()
     tensor = torch.ones(4, device=device)
@@ -46,7 +32,6 @@ def test_wait_does_not_block_the_host(gate, rank, size, device):
 
 
 def test_wait_with_a_limit_blocks_the_host(gate, rank, size, device):
-    dist.all_reduce(torch.ones(4, device=device))
     gate.close()
     work = dist.all_reduce(torch.ones(4, device=device), async_op=True)
     with pytest.raises(dist.DistBackendError, match="timeout after 1ms"):
@@ -56,17 +41,15 @@ def test_wait_with_a_limit_blocks_the_host(gate, rank, size, device):
     assert work.is_completed()
 
 
-def test_a_wait_blocks_the_host_where_torchs_variable_says_so(world, gate, rank, size, device, monkeypatch):
+def test_a_wait_blocks_the_host_where_torchs_variable_says_so(connect, gate, device, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    group = dist.new_group()
-    dist.all_reduce(torch.ones(1, device=device), group=group)
+    group = connect()
     gate.close()
     work = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
     assert not work.is_completed()
     threading.Timer(0.2, gate.open).start()
     work.wait()
     assert work.is_completed()
-    dist.destroy_process_group(group)
 
 
 def test_a_barrier_of_nccl_waits_on_the_host(world, rank, size, device):
@@ -92,19 +75,7 @@ def test_dropped_works_and_temporaries(rank, size, device):
         assert bool((tensor == sum(each + index for each in range(size))).all())
 
 
-def test_waiting_on_another_stream(rank, size, device):
-    side = torch.cuda.Stream()
-    tensor = torch.ones(1 << 20, device=device)
-    work = dist.all_reduce(tensor, async_op=True)
-    with torch.cuda.stream(side):
-        work.wait()
-        doubled = tensor * 2
-    side.synchronize()
-    assert bool((doubled == 2 * size).all())
-
-
 def test_calls_launched_together_come_behind_the_streams_that_they_began_on(world, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     sides = [torch.cuda.Stream() for _ in range(2)]
     tensors = [torch.zeros(1 << 10, device=device) for _ in sides]
     torch.cuda.synchronize()
@@ -125,7 +96,6 @@ def test_the_future_of_a_work(rank, size, device):
 
 
 def test_several_works_as_one_on_two_streams(world, gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     side = torch.cuda.Stream()
     tensors = [torch.ones(1 << 20, device=device) for _ in range(2)]
     torch.cuda.synchronize()
@@ -157,7 +127,6 @@ def test_the_future_of_several_works(world, gate, rank, size, device):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_blocking_the_current_stream(several, world, gate, rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     tensor = torch.ones(1 << 20, device=device)
     gate.close()
     work = world.allreduce_coalesced([tensor]) if several else dist.all_reduce(tensor, async_op=True)
@@ -170,8 +139,6 @@ def test_blocking_the_current_stream(several, world, gate, rank, size, device):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_inside_a_graphs_capture(is_async, rank, size, device):
     tensor = torch.ones(1024, device=device)
-    dist.all_reduce(torch.ones(1, device=device))  # connects, which a capture cannot
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     kept = dist.all_reduce(torch.ones(1, device=device), async_op=True)
     with torch.cuda.graph(graph):
@@ -191,10 +158,9 @@ def test_inside_a_graphs_capture(is_async, rank, size, device):
     assert bool((tensor == expected).all())
 
 
-def test_a_split_waits_for_the_replays_of_a_graph(gate, rank, size, device):
+def test_a_split_waits_for_the_replays_of_a_graph(connect, gate, size, device):
     """Whatever stream they are on: NCCL wants none of the parent's calls under way."""
-    group, tensor, stream = dist.new_group(), torch.ones(4, device=device), torch.cuda.Stream()
-    dist.all_reduce(tensor, group=group)
+    group, tensor, stream = connect(), torch.ones(4, device=device), torch.cuda.Stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -209,16 +175,12 @@ def test_a_split_waits_for_the_replays_of_a_graph(gate, rank, size, device):
     opener.join()
     torch.cuda.synchronize()
     graph.reset()
-    for each in (child, group):
-        dist.destroy_process_group(each)
+    dist.destroy_process_group(child)
 
 
-def test_a_call_that_one_rank_captures_and_the_others_make_ends_at_the_timeout(two_ranks, rank, device):
+def test_a_call_that_one_rank_captures_and_the_others_make_ends_at_the_timeout(two_ranks, connect, rank, device):
     """NCCL wants it captured on all ranks or on none: on the capturing rank nothing has been called yet."""
-    group, tensor = dist.new_group(timeout=timedelta(seconds=2)), torch.ones(4, device=device)
-    dist.all_reduce(tensor, group=group)
-    torch.cuda.synchronize()
-    dist.barrier()
+    group, tensor = connect(timeout=timedelta(seconds=2)), torch.ones(4, device=device)
     if rank == 0:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -232,4 +194,3 @@ def test_a_call_that_one_rank_captures_and_the_others_make_ends_at_the_timeout(t
         with pytest.raises(dist.DistBackendError, match="rank 0 has done all_reduce #2 or a call in its place"):
             dist.all_reduce(tensor, group=group)
         dist.barrier()
-    dist.destroy_process_group(group)

@@ -42,14 +42,6 @@ def test_subgroups(group, rank, size, device):
             dist.destroy_process_group(each)
 
 
-def test_nothing_but_gpus(world, rank, size, device):
-    made = dist.new_group(backend="cuda:torch")
-    tensor = torch.ones(2, device=device)
-    dist.all_reduce(tensor, group=made)
-    assert tensor.tolist() == [size] * 2
-    dist.destroy_process_group(made)
-
-
 def test_a_mesh_with_fsdp2_and_dtensor(group, rank, size, device):
     mesh = DeviceMesh.from_group(group, "cuda")
     whole = torch.arange(8.0 * size, device=device).view(2 * size, 4)

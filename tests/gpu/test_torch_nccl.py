@@ -1,4 +1,4 @@
-"""torch's own ProcessGroupNCCL on the same GPUs, as torch makes it and by the name "torch".
+"""torch's own ProcessGroupNCCL on the same GPUs, as torch makes it and by the name "torch", and ours beside it.
 
 Code that is not ours shows whether the GPUs are faithful.
 
@@ -19,41 +19,37 @@ import hpcdist as dist
 SLEEP_CYCLES = 100_000_000
 
 
-@pytest.fixture(scope="module", params=["nccl", "cpu:mpi,cuda:torch"])
-def theirs(world, request):
+@pytest.fixture(scope="module", params=["nccl", "cpu:mpi,cuda:torch", "cpu:mpi,cuda:nccl"])
+def group(world, request):
     made_by = c10d if request.param == "nccl" else dist
-    group = made_by.new_group(backend=request.param)
-    yield group
-    made_by.destroy_process_group(group)
-
-
-def test_it_is_torchs(theirs, device):
-    is_ours = isinstance(theirs, dist.ProcessGroup)
-    backend = theirs.backends["cuda"].inner if is_ours else theirs._get_backend(device)
-    assert type(backend) is c10d.ProcessGroupNCCL
+    made = made_by.new_group(backend=request.param)
+    if request.param == "nccl":
+        assert type(made._get_backend(torch.device("cuda"))) is c10d.ProcessGroupNCCL
+    yield made
+    made_by.destroy_process_group(made)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_order_with_the_kernels_around(theirs, is_async, rank, size, device):
+def test_order_with_the_kernels_around(group, is_async, size, device):
     tensor = torch.zeros(1 << 18, device=device)
     torch.cuda._sleep(SLEEP_CYCLES)
     tensor += 1
-    work = c10d.all_reduce(tensor, group=theirs, async_op=is_async)
+    work = c10d.all_reduce(tensor, group=group, async_op=is_async)
     if is_async:
         work.wait()
     tensor *= 2
     assert bool((tensor == 2 * size).all())
 
 
-def test_dropped_tensors_and_another_streams_wait(theirs, rank, size, device):
+def test_dropped_tensors_and_another_streams_wait(group, size, device):
     other = torch.cuda.Stream()
     for _ in range(5):
         torch.cuda._sleep(SLEEP_CYCLES // 10)
-        work = c10d.all_reduce(torch.ones(5000, device=device), group=theirs, async_op=True)
+        work = c10d.all_reduce(torch.ones(5000, device=device), group=group, async_op=True)
         torch.full((5000,), -1.0, device=device)
         work.wait()
         tensor = torch.ones(5000, device=device)
-        work = c10d.all_reduce(tensor, group=theirs, async_op=True)
+        work = c10d.all_reduce(tensor, group=group, async_op=True)
         with torch.cuda.stream(other):
             work.wait()
             doubled = tensor * 2
@@ -61,23 +57,23 @@ def test_dropped_tensors_and_another_streams_wait(theirs, rank, size, device):
         assert bool((doubled == 2 * size).all())
 
 
-def test_a_graph(theirs, rank, size, device):
+def test_a_graph(group, rank, size, device):
     tensor = torch.ones(64, device=device)
-    c10d.all_reduce(tensor, group=theirs)
+    c10d.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        c10d.all_reduce(tensor, group=theirs)
+        c10d.all_reduce(tensor, group=group)
     tensor.fill_(1)
     for _ in range(2):
         graph.replay()
     assert tensor.tolist() == [size**2] * 64
 
 
-def test_data_parallel(theirs, rank, size, device):
+def test_data_parallel(group, rank, size, device):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4).to(device)
-    parallel = DistributedDataParallel(model, device_ids=[device.index], process_group=theirs)
+    parallel = DistributedDataParallel(model, device_ids=[device.index], process_group=group)
     torch.manual_seed(rank)
     parallel(torch.randn(16, 8).to(device)).sum().backward()
     gradient = model.weight.grad.cpu()

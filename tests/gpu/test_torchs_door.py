@@ -42,7 +42,6 @@ def test_messages_to_all_ranks_by_both_doors(rank, size, device):
 
 
 def test_one_way_messages(two_ranks, rank, device):
-    dist.all_reduce(torch.ones(1, device=device))
     targets = [torch.zeros(COUNT, device=device) for _ in range(3)]
     if rank == 0:
         operations = [c10d.P2POp(c10d.isend, torch.full((COUNT,), 5.0 + index, device=device), 1) for index in range(3)]
@@ -56,7 +55,6 @@ def test_one_way_messages(two_ranks, rank, device):
 
 
 def test_a_coalescing_manager_launches_all_kinds_of_calls_at_its_end(rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     root = size - 1
     sent = torch.full((COUNT,), float(rank), device=device)
     strided = torch.full((2 * COUNT,), float(rank), device=device)[::2]
@@ -80,7 +78,6 @@ def test_a_coalescing_manager_launches_all_kinds_of_calls_at_its_end(rank, size,
 
 
 def test_a_message_that_is_refused_leaves_nothing_held_back(rank, size, device):
-    dist.all_reduce(torch.ones(1, device=device))
     right, left = (rank + 1) % size, (rank - 1) % size
     good, target = torch.ones(3, device=device), torch.zeros(3, device=device)
     sparse = torch.ones(3).to_sparse()
