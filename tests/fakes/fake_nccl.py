@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcdist.backends.nccl.library import Library
+
 JOURNAL: list[tuple[Any, ...]] = []
 
 
@@ -120,32 +122,13 @@ class NCCLError(Exception):
     pass
 
 
-class NcclRedOp(IntEnum):
-    SUM = 0
-    PROD = 1
-    MAX = 2
-    MIN = 3
-    AVG = 4
-
-
-class NcclDataType(IntEnum):
-    INT8 = 0
-    UINT8 = 1
-    INT32 = 2
-    UINT32 = 3
-    INT64 = 4
-    UINT64 = 5
-    FLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
-    BFLOAT16 = 9
-    FLOAT8E4M3 = 10
-    FLOAT8E5M2 = 11
-
-
-class CommShrinkFlag(IntEnum):
-    DEFAULT = 0
-    ABORT = 1
+NcclRedOp = IntEnum("NcclRedOp", "SUM PROD MAX MIN AVG", start=0)
+NcclDataType = IntEnum(
+    "NcclDataType",
+    "INT8 UINT8 INT32 UINT32 INT64 UINT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16 FLOAT8E4M3 FLOAT8E5M2",
+    start=0,
+)
+CommShrinkFlag = IntEnum("CommShrinkFlag", "DEFAULT ABORT", start=0)
 
 
 class UniqueId:
@@ -268,13 +251,16 @@ def Comm(handle: int = 0) -> Communicator:
     return COMMUNICATORS[handle]
 
 
-TYPES = {
-    NcclDataType.INT8: torch.int8, NcclDataType.UINT8: torch.uint8, NcclDataType.INT32: torch.int32,
-    NcclDataType.UINT32: torch.uint32, NcclDataType.INT64: torch.int64, NcclDataType.UINT64: torch.uint64,
-    NcclDataType.FLOAT16: torch.float16, NcclDataType.FLOAT32: torch.float32, NcclDataType.FLOAT64: torch.float64,
-    NcclDataType.BFLOAT16: torch.bfloat16, NcclDataType.FLOAT8E4M3: torch.float8_e4m3fn,
-    NcclDataType.FLOAT8E5M2: torch.float8_e5m2,
-}  # fmt: skip
+TYPES = dict(
+    zip(
+        NcclDataType,
+        (
+            *(torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64),
+            *(torch.float16, torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        ),
+        strict=True,
+    )
+)
 
 
 def elements(count: int, datatype: int) -> tuple[tuple[int], str]:
@@ -356,3 +342,8 @@ CORE = SimpleNamespace(
     group=group,
 )
 FAILURES = (NcclInvalid, NCCLError)
+
+
+def library(version: tuple[int, ...] = (2, 30, 0), driver: Any = None) -> Library:
+    """Return what stands for a release of NCCL."""
+    return Library(CORE, BINDINGS, FAILURES, version, driver)

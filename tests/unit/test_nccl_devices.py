@@ -17,18 +17,18 @@ def placed(views: list[tuple[str, ...]], shares: bool = False) -> list[int]:
     return [devices.place(views, rank, shares) for rank in range(len(views))]
 
 
-def test_ranks_that_see_all_gpus_take_one_each_by_their_rank_on_the_node() -> None:
-    assert placed([(A, B, C, D)] * 4) == [0, 1, 2, 3]
-    assert placed([(A, B, C, D)] * 3) == [0, 1, 2]
-
-
-def test_ranks_bound_by_the_launcher_take_the_first_of_their_own() -> None:
-    assert placed([(A,), (B,), (C,)]) == [0, 0, 0]
-    assert placed([(A, B), (C, D)]) == [0, 0]  # --gpus-per-task=2
-
-
-def test_ranks_bound_in_pairs_take_their_place_in_the_pair() -> None:
-    assert placed([(A, B), (A, B), (C, D), (C, D)]) == [0, 1, 0, 1]  # --gpu-bind by socket
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        ([(A, B, C, D)] * 4, [0, 1, 2, 3]),  # who sees all GPUs takes one by its rank on the node
+        ([(A, B, C, D)] * 3, [0, 1, 2]),
+        ([(A,), (B,), (C,)], [0, 0, 0]),  # bound by the launcher: the first of their own
+        ([(A, B), (C, D)], [0, 0]),  # --gpus-per-task=2
+        ([(A, B), (A, B), (C, D), (C, D)], [0, 1, 0, 1]),  # --gpu-bind by socket
+    ],
+)
+def test_the_gpu_that_a_rank_takes(views: list[tuple[str, ...]], expected: list[int]) -> None:
+    assert placed(views) == expected
 
 
 def test_more_ranks_than_gpus_is_an_error_and_not_a_remainder() -> None:

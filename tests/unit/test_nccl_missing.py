@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -17,22 +16,28 @@ from hpcdist.backends.nccl.backend import NCCLBackend
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError
+from tests.forked import python
+from tests.programs import run
 
 HAS_NCCL = find_spec("nccl") is not None
 LIMIT = torch.distributed.default_pg_timeout
 
 
-def test_importing_hpcdist_needs_neither_nccl4py_nor_cuda_and_imports_neither() -> None:
-    script = (
-        "import sys\n"
-        "sys.modules['nccl'] = None\n"  # an import of it now fails
-        "import hpcdist, torch\n"
-        "import hpcdist.backends.nccl.backend\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "assert not any(name.startswith('nccl.') for name in sys.modules)\n"
-        "assert not hpcdist.is_nccl_available()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+IMPORTS = """
+import sys
+sys.modules["nccl"] = None  # an import of it now fails
+import hpcdist, torch
+assert "mpi4py" not in sys.modules
+assert "hpcdist_stores.tcp.server.loop" not in sys.modules
+import hpcdist.backends.nccl.backend
+assert not torch.cuda.is_initialized()
+assert not any(name.startswith("nccl.") for name in sys.modules)
+assert not hpcdist.is_nccl_available()
+"""
+
+
+def test_importing_hpcdist_needs_neither_mpi4py_nor_nccl4py_nor_cuda_and_imports_none() -> None:
+    done = run([*python(), "-c", IMPORTS])
     assert done.returncode == 0, done.stderr
 
 

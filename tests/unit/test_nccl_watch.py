@@ -17,7 +17,6 @@ from torch.distributed import ReduceOp
 
 from hpcdist.backends.nccl import communicators
 from hpcdist.backends.nccl.backend import NCCLBackend
-from hpcdist.backends.nccl.library import Library
 from hpcdist.backends.nccl.streams import PendingCall
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
@@ -33,9 +32,7 @@ SUM = ReduceOp.RedOpType.SUM
 
 
 def connected(driver: Any = None) -> NCCLBackend:
-    backend = NCCLBackend(
-        0, 2, Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0), driver), None, fake.FakeCuda()
-    )
+    backend = NCCLBackend(0, 2, fake.library(driver=driver), None, fake.FakeCuda())
     backend.communicators.make(torch.device("cpu"), 2, 0, [fake.get_unique_id()])
     return backend
 
@@ -292,19 +289,18 @@ def test_a_call_does_not_reach_a_communicator_that_ended_just_before() -> None:
     assert "allreduce" not in [entry[0] for entry in fake.take_journal()]
 
 
-def test_what_runs_behind_a_call_is_held_like_the_call() -> None:
+def test_a_dropped_work_keeps_its_buffers_and_what_runs_behind_it_until_the_device_is_through() -> None:
     backend = connected()
     tensor, staged = torch.ones(2), torch.ones(2)
-    watched = weakref.ref(staged)
+    watched = [weakref.ref(tensor), weakref.ref(staged)]
     finish = partial(torch.Tensor.copy_, torch.ones(2), staged)
-    work = backend.start(Call(ALL_REDUCE, tensor, tensor, SUM, finish=finish))
-    del finish
-    work.pending.end.is_complete = False
-    del staged
-    assert watched() is not None
-    work.pending.end.is_complete = True
+    end = backend.start(Call(ALL_REDUCE, tensor, tensor, SUM, finish=finish)).pending.end
+    end.is_complete = False
+    del tensor, staged, finish
+    assert all(each() is not None for each in watched)
+    end.is_complete = True
     assert backend.outstanding() is None
-    assert watched() is None
+    assert all(each() is None for each in watched)
 
 
 def test_a_communicator_that_is_made_while_its_group_is_ended_is_aborted() -> None:
