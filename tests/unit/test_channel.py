@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hpcdist.core.waiting import wait_until
 from hpcdist.watch import channel as channel_module
 from hpcdist.watch import datagrams as module
 from hpcdist.watch.channel import Channel
@@ -77,9 +78,7 @@ def test_a_question_is_answered_and_its_text_arrives(pair: tuple[Channel, Channe
     asked.register("told", lambda message: told.append(message))
     told: list[Any] = []
     asking.send([0, 1], "told", value=3)
-    deadline = time.monotonic() + 5
-    while not told and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: told, 5)
     assert told == [{"kind": "told", "from": 0, "value": 3}]
 
 

@@ -47,6 +47,10 @@ class Gate:
         assert self.is_open.wait(20)
 
 
+def fail():
+    raise DistBackendError("a rank died")
+
+
 def test_calls_run_in_the_order_in_which_they_were_made(queue):
     seen = []
     works = [queue.put(lambda number=number: seen.append(number), []) for number in range(200)]
@@ -154,8 +158,7 @@ def test_a_call_of_a_callback_is_seen_by_the_watchdog(queue, carrier):
     else:
         assert work.wait()
     assert seen == [record]
-    while queue.running is not None:  # a future ends a moment before its call
-        time.sleep(0.001)
+    assert wait_until(lambda: queue.running is None, 20)  # a future ends a moment before its call
     assert not journal.blocked()
 
 
@@ -177,14 +180,6 @@ def test_what_is_given_up_raises_and_is_never_carried_out_and_nothing_follows(is
     assert wait_until(lambda: queue.running is None and not queue._calls, 10)
     assert not seen
     assert running.exception() is error  # though it has ended
-
-
-def test_close_carries_out_what_is_queued():
-    queue, seen = Queue("test"), []
-    for number in range(50):
-        queue.put(lambda number=number: seen.append(number), [])
-    queue.close()
-    assert seen == list(range(50))
 
 
 def test_the_callers_modes_of_autograd_hold_in_the_call(queue):
@@ -221,9 +216,6 @@ def test_futures_and_several_works_as_one(queue):
 
 
 def test_several_works_of_which_one_failed(queue):
-    def fail():
-        raise DistBackendError("a rank died")
-
     first, second = queue.put(lambda: None, []), queue.put(fail, [])
     both = AllWork([first, second], [])
     queue.drain()
@@ -234,9 +226,6 @@ def test_several_works_of_which_one_failed(queue):
 
 
 def test_all_parts_end_before_the_error_of_one_is_raised(queue):
-    def fail():
-        raise DistBackendError("a rank died")
-
     written = []
     works = [queue.put(fail, []), queue.put(lambda: written.append(1), []), queue.put(fail, [])]
     with pytest.raises(DistBackendError, match="a rank died"):
@@ -252,37 +241,36 @@ def test_no_work_at_all_has_ended():
     assert nothing.is_success()
 
 
-def test_the_limit_of_several_works_is_one_for_all(monkeypatch):
-    class Part(Work):
-        def _block(self, seconds):
-            asked.append(seconds)
-            clock[0] += 3
-            return True
+class Part(Work):
+    """Keeps the limits of its waits, each of which takes 3 s by the clock of the test."""
 
-    asked, clock = [], [100.0]
+    def __init__(self, clock):
+        super().__init__([])
+        self.clock, self.limits = clock, []
+
+    def _block(self, seconds):
+        self.limits.append(seconds)
+        self.clock[0] += 3
+        return True
+
+
+def test_the_limit_of_several_works_is_one_for_all_in_each_wait(monkeypatch):
+    clock = [100.0]
+    parts = [Part(clock) for _ in range(3)]
     monkeypatch.setattr(work_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    assert AllWork([Part([]) for _ in range(3)], []).wait(timedelta(seconds=5))
-    assert asked[:2] == [5, 2]
-    assert 0 < asked[2] < 0.1
+    several = AllWork(parts, [])
+    assert several.wait(timedelta(seconds=5))
+    assert [each.limits[0] for each in parts[:2]] == [5, 2]
+    assert 0 < parts[2].limits[0] < 0.1
+    for _ in range(2):  # a device's parts order the stream that is current at each
+        assert several.wait()
+    assert [each.limits[1:] for each in parts] == [[None, None]] * 3
+    assert not several.is_completed()
 
 
 def test_the_longest_limit(queue):
     works = [queue.put(lambda: time.sleep(0.01), [], is_large=True) for _ in range(2)]
     assert AllWork(works, []).wait(timedelta.max)
-
-
-def test_several_works_wait_each_time_until_they_have_ended():
-    class Part(Work):
-        def _block(self, seconds):
-            waits.append(seconds)
-            return True
-
-    waits = []
-    both = AllWork([Part([]), Part([])], [])
-    for _ in range(2):  # a device's parts order the stream that is current at each
-        assert both.wait()
-    assert waits == [None] * 4
-    assert not both.is_completed()
 
 
 # -- who carries a call out --------------------------------------------------------------------------------
@@ -499,10 +487,8 @@ def test_a_small_work_stays_until_the_next_call_and_a_large_one_does_not(monkeyp
 
 
 def test_a_small_work_goes_soon_though_no_call_follows(queue):
-    work, deadline = begun_and_ended(queue), time.monotonic() + 10
-    while work() is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    work = begun_and_ended(queue)
+    assert wait_until(lambda: work() is None, 10)
 
 
 def test_the_worker_looks_seldom_while_others_carry_all_calls_out():
@@ -555,8 +541,11 @@ def test_a_c10d_group_is_dropped_without_waiting_for_a_rank_that_does_not_come(m
     gate.is_open.set()
 
 
-def test_its_thread_has_ended_once_it_is_closed():
-    for _ in range(50):
-        queue = Queue("closed")
+def test_close_carries_out_what_is_queued_and_ends_the_thread():
+    for count in range(50):
+        queue, seen = Queue("closed"), []
+        for number in range(count):
+            queue.put(lambda number=number, seen=seen: seen.append(number), [])
         queue.close()
+        assert seen == list(range(count))
         assert not queue._thread.is_alive()

@@ -9,8 +9,8 @@ import socket
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -122,27 +122,9 @@ def test_another_user_gets_no_answer(served: DebugSocket) -> None:
 PARTIAL = json.dumps([[["10.0.0.1"], 1], 0, JOB]).encode()
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"[" * 50_000, b"{}", PARTIAL, b"[[]]", b"1", b"\xff", b"9" * 70_000], ids=range(8)
-)
-def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")
-        listening.listen()
-
-        def answers() -> None:
-            client, _ = listening.accept()
-            with client:
-                client.sendall(answer)
-
-        thread = threading.Thread(target=answers)
-        thread.start()
-        assert ranks_on_this_machine() == []
-        thread.join()
-
-
-def test_an_answer_without_end_is_not_read_on() -> None:
-    sent = []
+@contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """Let a thread answer one client of the socket that a rank would have."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{debug_socket.PREFIX}{os.getuid()}-{os.getpid()}")
         listening.listen()
@@ -150,14 +132,32 @@ def test_an_answer_without_end_is_not_read_on() -> None:
         def answers() -> None:
             client, _ = listening.accept()
             with client, suppress(OSError):
-                while len(sent) < 100:
-                    client.sendall(b"9" * 1_000_000)
-                    sent.append(1)
+                answer(client)
 
         thread = threading.Thread(target=answers)
         thread.start()
-        assert ranks_on_this_machine() == []
+        yield
         thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"[" * 50_000, b"{}", PARTIAL, b"[[]]", b"1", b"\xff", b"9" * 70_000], ids=range(8)
+)
+def test_an_answer_without_sense_is_left_out(answer: bytes) -> None:
+    with answering(lambda client: client.sendall(answer)):
+        assert ranks_on_this_machine() == []
+
+
+def test_an_answer_without_end_is_not_read_on() -> None:
+    sent: list[int] = []
+
+    def send_on(client: socket.socket) -> None:
+        while len(sent) < 100:
+            client.sendall(b"9" * 1_000_000)
+            sent.append(1)
+
+    with answering(send_on):
+        assert ranks_on_this_machine() == []
     assert len(sent) < 10
 
 

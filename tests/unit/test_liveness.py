@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from hpcdist.core.journal import Journal
+from hpcdist.core.waiting import wait_until
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
@@ -26,14 +27,6 @@ listener = socket.create_server(("", 0))
 print(listener.getsockname()[1], flush=True)
 input()
 """
-
-
-def until(asked: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait until something is true."""
-    deadline = time.monotonic() + seconds
-    while not asked():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -99,7 +92,7 @@ def test_a_zombie_and_a_later_process_with_its_id_have_ended(liveness: Liveness)
         assert not liveness.has_ended(endpoint)
         assert liveness.has_ended(endpoint._replace(birth="1"))
         process.kill()
-        until(lambda: process_status(process.pid)[0] == "Z")
+        assert wait_until(lambda: process_status(process.pid)[0] == "Z", 10)
         os.kill(process.pid, 0)  # the kernel still has it
         assert liveness.has_ended(endpoint)
 
@@ -116,7 +109,7 @@ def pair() -> Iterator[tuple[Liveness, Liveness]]:
         channel.close()
 
 
-def looks(liveness: Liveness, process: subprocess.Popen[str] | None, times: int) -> None:
+def looks(liveness: Liveness, times: int) -> None:
     """Look at the next node some times."""
     for _ in range(times):
         liveness._look_at_next_node()
@@ -133,16 +126,16 @@ def test_a_reset_and_a_refusal_prove_a_death_and_neither_does_by_itself(pair: tu
             unused.bind(("127.0.0.1", 0))
             refusing = channel.endpoints[1]._replace(stream_port=unused.getsockname()[1])
             channel.learn([1], [refusing])
-            looks(watching, process, 4)
+            looks(watching, 4)
             assert not watching.ended  # it has refused each time, as a firewall does
         channel.learn([1], [refusing._replace(stream_port=port)])
         watching.close()
-        looks(watching, process, 2)
+        looks(watching, 2)
         process.send_signal(signal.SIGSTOP)
-        looks(watching, process, 3)
+        looks(watching, 3)
         assert not watching.ended
         process.kill()
-        until(lambda: looks(watching, process, 1) or watching.ended)
+        assert wait_until(lambda: looks(watching, 1) or watching.ended, 10)
     assert watching.ended == {channel.endpoints[1].process}
     watching.close()
 
@@ -154,7 +147,7 @@ def test_a_process_that_is_said_to_have_ended_objects(pair: tuple[Liveness, Live
     answering = threading.Thread(target=lambda: [accused.channel.answer() or time.sleep(0.01) for _ in range(100)])
     answering.start()
     accusing.look()
-    until(lambda: accusing.channel.answer() or not accusing.ended)
+    assert wait_until(lambda: accusing.channel.answer() or not accusing.ended, 10)
     answering.join()
     assert not accusing._sent
     accusing.close()

@@ -12,7 +12,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.backends.mpi.process import open_mpi, runtime
-from tests import programs
+from tests import forked, programs
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ print("left:", os.environ.get(open_mpi.VARIABLE))
 
 @pytest.mark.skipif(programs.LIBRARY != "openmpi", reason="a component of Open MPI")
 def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
-    program = [sys.executable, "-c", START_MPI]
+    program = [*forked.python(), "-c", START_MPI]
     verbose = {"OMPI_MCA_btl_base_verbose": "20"}
     for given, is_open in (({}, False), ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}, True)):
         done = programs.run(program, **verbose, **given)
@@ -152,12 +152,13 @@ def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
 @pytest.mark.skipif(programs.LIBRARY == "none", reason="no mpirun")
 def test_mpi_starts_without_a_home() -> None:
     start = "from hpcdist.backends.mpi.process import runtime; runtime.world(); print('started')"
-    done = programs.run(["env", "-u", "HOME", sys.executable, "-c", start])
+    done = programs.run(["env", "-u", "HOME", *forked.python(), "-c", start])
     assert done.stdout == "started\n", done.stderr
 
 
 def test_another_module_named_mpi4py_before_the_real_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").touch()
-    program = programs.start([sys.executable, "-c", "import hpcdist; hpcdist.init_process_group('mpi')"], tmp_path)
-    _, said = program.communicate(timeout=60)
-    assert f"backend 'mpi' cannot be loaded: cannot import name 'rc' from 'mpi4py' ({tmp_path}/mpi4py.py)" in said
+    start = "import hpcdist; hpcdist.init_process_group('mpi')"
+    done = programs.run([*forked.python(), "-c", start], folder=tmp_path)
+    said = f"backend 'mpi' cannot be loaded: cannot import name 'rc' from 'mpi4py' ({tmp_path}/mpi4py.py)"
+    assert said in done.stderr

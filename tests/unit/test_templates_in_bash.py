@@ -30,10 +30,14 @@ PRINTS = 'for each in "$@"; do echo "<$each>"; done\n'
 
 @pytest.fixture
 def batch(tmp_path):
-    """Start a template with a srun of this text; return its process."""
+    """Run a template with a srun of this text; return its status and what it says."""
 
-    def start(template: str, srun: str, *args: str, **variables: str) -> subprocess.Popen[str]:
-        for name, text in (("srun", SRUN + srun), ("scontrol", SCONTROL)):
+    def run(template: str, srun: str, *args: str, python: str = "", **variables: str) -> tuple[int, str]:
+        texts = {"srun": SRUN + srun, "scontrol": SCONTROL, "sleep": "#!/bin/sh\n"}
+        if python:
+            texts["python"] = f"#!/bin/sh\n{python}\n"
+            variables["HPCDIST_PYTHON"] = str(tmp_path / "python")
+        for name, text in texts.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
         given = {
@@ -47,28 +51,25 @@ def batch(tmp_path):
             "SLURM_ARRAY_TASK_ID": "1",
             **variables,
         }
-        return subprocess.Popen(
+        done = subprocess.run(
             ["bash", SLURM / f"{template}.sbatch", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
             env=given,
+            timeout=30,
         )
+        return done.returncode, done.stdout
 
-    return start
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=30)
-    return process.returncode, said
+    return run
 
 
 def test_ranks_get_what_the_script_sets_and_nothing_of_another_step(batch):
     """sbatch --export=NONE, typed in a shell of srun --pty."""
     left = ["SLURM_STEP_ID", "PMI_RANK", "PMI_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_URI2"]
     given = dict.fromkeys(left, "1") | {"SLURM_EXPORT_ENV": "NONE", "PMIX_MCA_gds": "hash"}
-    status, said = ended(batch("store", "env\n", "train.py", **given))
+    status, said = batch("store", "env\n", "train.py", **given)
     assert status == 0, said
     seen = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
     assert (seen["HPCDIST_INIT_METHOD"], seen["PMIX_MCA_gds"]) == ("slurm://", "hash")
@@ -76,18 +77,17 @@ def test_ranks_get_what_the_script_sets_and_nothing_of_another_step(batch):
 
 
 @pytest.mark.parametrize(("given", "runs"), [("1", True), ("0", False), ("", False)])
-def test_the_doctor_runs_if_asked_with_the_ranks_threads(batch, tmp_path, monkeypatch, given, runs):
-    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" of $OMP_NUM_THREADS threads\n')
-    (tmp_path / "python").chmod(0o755)
+def test_the_doctor_runs_if_asked_with_the_ranks_threads(batch, monkeypatch, given, runs):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    asked = {"HPCDIST_DOCTOR": given, "HPCDIST_PYTHON": str(tmp_path / "python"), "SLURM_CPUS_PER_TASK": "3"}
-    status, said = ended(batch("cpu", PRINTS, "train.py", **asked))
+    python = 'echo "$@" of $OMP_NUM_THREADS threads'
+    asked = {"HPCDIST_DOCTOR": given, "SLURM_CPUS_PER_TASK": "3"}
+    status, said = batch("cpu", PRINTS, "train.py", python=python, **asked)
     assert (status, "-m hpcdist doctor of 3 threads" in said) == (0, runs), said
 
 
 def test_one_torchrun_a_node_starts_all_ranks_there(batch):
     given = {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2", "SLURMD_NODENAME": "n1"}
-    status, said = ended(batch("torchrun", 'printf "%s\\n" "${options[@]}" "$@"\n', "train.py", **given))
+    status, said = batch("torchrun", 'printf "%s\\n" "${options[@]}" "$@"\n', "train.py", **given)
     assert status == 0, said
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--nproc-per-node=8"} <= set(said.splitlines())
 
@@ -95,13 +95,13 @@ def test_one_torchrun_a_node_starts_all_ranks_there(batch):
 @pytest.mark.parametrize(("template", "expected"), [("gpu", 3), ("requeue", 3), ("torchrun", 12)])
 def test_cpus_may_be_counted_by_gpu(batch, template, expected):
     given = {"SLURM_CPUS_PER_GPU": "3", "SLURM_GPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1", "HPCDIST_PYTHON": "python"}
-    _, said = ended(batch(template, 'printf "%s\\n" "${options[@]}"\n', "train.py", **given))
+    _, said = batch(template, 'printf "%s\\n" "${options[@]}"\n', "train.py", **given)
     assert f"--cpus-per-task={expected}" in said.splitlines(), said
 
 
 @pytest.mark.parametrize("given", ["abc", "-1", "08", "1 2"])
 def test_a_number_of_restarts_that_is_none_is_named_before_the_job_runs(batch, given):
-    status, said = ended(batch("requeue", PRINTS, "train.py", HPCDIST_MAX_RESTARTS=given))
+    status, said = batch("requeue", PRINTS, "train.py", HPCDIST_MAX_RESTARTS=given)
     assert (status, said) == (2, f"error: HPCDIST_MAX_RESTARTS={given}; expected a number\n")
 
 
@@ -116,7 +116,7 @@ def test_a_number_of_restarts_that_is_none_is_named_before_the_job_runs(batch, g
 )
 def test_a_line_of_the_sweep_is_taken_whole_or_not_at_all(batch, tmp_path, line, expected):
     (tmp_path / "sweep.txt").write_text(f"--first\n{line}\n--last\n")
-    status, said = ended(batch("array", PRINTS, "train.py", HPCDIST_SWEEP="sweep.txt", HPCDIST_PYTHON="python"))
+    status, said = batch("array", PRINTS, "train.py", HPCDIST_SWEEP="sweep.txt", HPCDIST_PYTHON="python")
     if expected is None:
         assert status == 2
         assert "error: line 1 (from 0) of sweep.txt is not quoted as in a shell" in said
@@ -136,7 +136,7 @@ def test_a_line_of_the_sweep_is_taken_whole_or_not_at_all(batch, tmp_path, line,
 )
 def test_later_runs_get_the_argument_that_the_script_knows(batch, tmp_path, text, given, expected):
     (tmp_path / "train.py").write_text(text)
-    status, said = ended(batch("requeue", PRINTS, "train.py", SLURM_RESTART_COUNT="1", **given))
+    status, said = batch("requeue", PRINTS, "train.py", SLURM_RESTART_COUNT="1", **given)
     assert status == 0, said
     assert said.splitlines()[said.splitlines().index("<train.py>") + 1 : -1] == expected
 
@@ -144,7 +144,7 @@ def test_later_runs_get_the_argument_that_the_script_knows(batch, tmp_path, text
 @pytest.mark.parametrize(("module", "text"), [("hpcdist", "--resume"), ("own.training", "")])
 def test_the_script_may_follow_a_module(batch, tmp_path, module, text):
     (tmp_path / "train.py").write_text(text)
-    status, said = ended(batch("requeue", PRINTS, "-m", module, "run", "train.py", SLURM_RESTART_COUNT="1"))
+    status, said = batch("requeue", PRINTS, "-m", module, "run", "train.py", SLURM_RESTART_COUNT="1")
     assert status == 0, said
     assert said.splitlines()[said.splitlines().index("<train.py>") + 1 : -1] == [f"<{text}>"] * bool(text)
     assert "grep" not in said
@@ -158,15 +158,14 @@ def test_the_script_may_follow_a_module(batch, tmp_path, module, text):
     ],
 )
 def test_a_setting_that_elastic_cannot_use_is_named(batch, given, expected):
-    status, said = ended(batch("elastic", PRINTS, "train.py", **given))
+    status, said = batch("elastic", PRINTS, "train.py", **given)
     assert (status, expected in said) == (2, True), said
 
 
 @pytest.mark.parametrize("status", [0, 1, 75, 138])
-def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status):
+def test_a_warning_does_not_hide_the_status_of_the_step(batch, status):
     """The step ends while bash handles the warning: its wait returns 138, of its own."""
-    process = batch("requeue", f"trap '' USR1\nkill -USR1 $(ps -o ppid= -p $PPID)\nexit {status}\n", "train.py")
-    code, said = ended(process)
+    code, said = batch("requeue", f"trap '' USR1\nkill -USR1 $(ps -o ppid= -p $PPID)\nexit {status}\n", "train.py")
     assert ("requeued" in said) == (status != 1), said
     assert code == (1 if status == 1 else -signal.SIGTERM), said
 
@@ -174,7 +173,7 @@ def test_a_warning_does_not_hide_the_status_of_the_step(batch, tmp_path, status)
 @pytest.mark.parametrize("status", [0, 1, 143])
 @pytest.mark.parametrize("preempted", ["None", "2026-01-02T03:04:06"])
 def test_a_job_that_is_preempted_is_requeued_though_only_its_ranks_are_told(batch, status, preempted):
-    code, said = ended(batch("requeue", f"exit {status}\n", "train.py", PREEMPTED=preempted))
+    code, said = batch("requeue", f"exit {status}\n", "train.py", PREEMPTED=preempted)
     is_requeued = status != 1 and preempted != "None"
     assert ("requeued" in said) == is_requeued, said
     assert code == (-signal.SIGTERM if is_requeued else status), said
@@ -184,12 +183,8 @@ def test_a_job_that_is_preempted_is_requeued_though_only_its_ranks_are_told(batc
     ("ranks", "expected"), [("0 0", 0), ("0 137", 0), ("137 0", 0), ("137 137", 1), ("139 134", 1), ("3 0", 3)]
 )
 def test_a_job_in_which_all_ranks_were_killed_has_failed(batch, tmp_path, ranks, expected):
-    (tmp_path / "python").write_text('#!/bin/sh\nexit "$RANK_STATUS"\n')
-    (tmp_path / "python").chmod(0o755)
-    (tmp_path / "sleep").symlink_to("/bin/true")
     srun = f'for each in {ranks}; do RANK_STATUS=$each "$@" || exit; done\n'
-    process = batch("elastic", srun, "train.py", HPCDIST_PYTHON=str(tmp_path / "python"))
-    status, said = ended(process)
+    status, said = batch("elastic", srun, "train.py", python='exit "$RANK_STATUS"')
     assert status == expected, said
     assert not list(tmp_path.glob(".elastic-*"))
 
@@ -201,36 +196,31 @@ def test_so_has_one_under_mpirun(batch, tmp_path, ranks, expected):
     version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=30).stdout
     if "Open MPI" not in version or " 4." in version:
         pytest.skip("needs Open MPI 5")
-    script = f'set -- {ranks}\nshift "$OMPI_COMM_WORLD_RANK"\n[ "$1" = 9 ] && kill -9 $$\nexit "$1"\n'
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}")
-    (tmp_path / "python").chmod(0o755)
-    (tmp_path / "sleep").symlink_to("/bin/true")
-    given = {"SLURM_JOB_NUM_NODES": "1", "HPCDIST_MPIRUN": str(MPIRUN), "HPCDIST_PYTHON": str(tmp_path / "python")}
+    python = f'set -- {ranks}\nshift "$OMPI_COMM_WORLD_RANK"\n[ "$1" = 9 ] && kill -9 $$\nexit "$1"'
+    given = {"SLURM_JOB_NUM_NODES": "1", "HPCDIST_MPIRUN": str(MPIRUN)}
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    status, said = ended(batch("elastic", "", "train.py", **given, **as_root, **crowded))
+    status, said = batch("elastic", "", "train.py", python=python, **given, **as_root, **crowded)
     assert status == expected, said
     assert not list(tmp_path.glob(".elastic-*"))
 
 
 def test_a_rank_that_is_killed_has_been_killed_for_mpirun(batch, tmp_path):
     """Else MPI tells the others nothing: for mpirun a rank that ends with 0 has left the program."""
-    for name, script in {"python": "kill -9 $$", "mpirun": 'shift 4; "$@"; echo "a rank ended with $?"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "sleep").symlink_to("/bin/true")
-    given = {f"HPCDIST_{name.upper()}": str(tmp_path / name) for name in ("python", "mpirun")}
-    status, said = ended(batch("elastic", "", "train.py", SLURM_JOB_NUM_NODES="1", **given))
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text('#!/bin/sh\nshift 4; "$@"; echo "a rank ended with $?"\n')
+    mpirun.chmod(0o755)
+    given = {"SLURM_JOB_NUM_NODES": "1", "HPCDIST_MPIRUN": str(mpirun)}
+    status, said = batch("elastic", "", "train.py", python="kill -9 $$", **given)
     assert (status, "a rank ended with 137" in said) == (1, True), said
 
 
 @pytest.mark.parametrize("template", ["cpu", "gpu", "hybrid", "array", "requeue", "elastic"])
 @pytest.mark.parametrize("given", ["", "pmi2"])
-def test_srun_gets_the_mpi_that_was_set_and_no_other(batch, template, given, tmp_path):
-    (tmp_path / "sleep").symlink_to("/bin/true")  # for ranks that end well, which these do not
+def test_srun_gets_the_mpi_that_was_set_and_no_other(batch, template, given):
     sees = 'echo "options $(tr "\\0" " " < /proc/$$/cmdline)"\n'
     size = {"SLURM_CPUS_PER_TASK": "1", "HPCDIST_PYTHON": "python"}
-    _, said = ended(batch(template, sees, "train.py", HPCDIST_MPI=given, **size))
+    _, said = batch(template, sees, "train.py", HPCDIST_MPI=given, **size)
     (options,) = (line for line in said.splitlines() if line.startswith("options"))
     assert [word for word in options.split() if word.startswith("--mpi")] == ([f"--mpi={given}"] if given else [])
 

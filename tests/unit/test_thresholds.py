@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,8 @@ from hpcdist.backends.mpi.node.threshold_file import FLAT, NEVER, SEVERAL
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.cli import tune
 from hpcdist.launch import topology
+from tests.forked import python
+from tests.programs import run
 
 
 @pytest.fixture
@@ -115,11 +115,10 @@ def test_a_user_without_a_home_has_no_file_there(tmp_path, has_home):
         "os.setuid(54321)\n"
         "assert threshold_file.find() == ('', '', {}), threshold_file.find()\n"
     )
-    environment = {name: each for name, each in os.environ.items() if name not in ("HOME", "XDG_CONFIG_HOME")}
-    if has_home:
-        environment["HOME"] = str(tmp_path)  # pytest's folders are closed to others
-        tmp_path.chmod(0o700)
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    tmp_path.chmod(0o700)  # pytest's folders are closed to others
+    home = [f"HOME={tmp_path}"] if has_home else ["-u", "HOME"]
+    done = run(["env", "-u", "XDG_CONFIG_HOME", *home, *python(), "-c", program])
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_processor_is_named_by_its_first_core(tmp_path):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from hpcdist.torch_bridge.features import FEATURES, Feature
-from tests.programs import ROOT
+from tests.forked import python
+from tests.programs import ROOT, run
 
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
@@ -41,7 +40,7 @@ def test_a_feature_is_in_the_releases_that_the_table_says(name: str) -> None:
 )
 def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, message: str) -> None:
     code = f"import torch, torch.distributed as dist; {change}; import hpcdist"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run([*python(), "-c", code])
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
 
@@ -49,7 +48,7 @@ def test_an_unsupported_torch_is_refused_at_import_in_one_line(change: str, mess
 def test_an_old_mpi4py_is_refused_by_name() -> None:
     as_3_1 = "mpi4py.__version__ = '3.1.6'; mpi4py.rc.initialize = False; from mpi4py import MPI; del MPI.buffer"
     code = f"import mpi4py; {as_3_1}; import hpcdist; hpcdist.init_process_group('mpi')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run([*python(), "-c", code])
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1].partition("Error: ")[2]
     assert message.startswith("hpcdist supports mpi4py 4.1 and later, and this is mpi4py 3.1.6 in /"), done.stderr
