@@ -5,7 +5,6 @@ COUNT names a file that gets a byte a datagram, ASKING_DISK the seconds that a t
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,10 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from job import imitate_nodes
 
 import hpcdist as dist
 from hpcdist.watch import channel, recorder, report
+from tests.faults.telling import imitate_nodes, tell
 
 SECONDS = float(os.environ.get("ASKING_TIMEOUT", "2"))
 VICTIMS = [int(each) for each in os.environ.get("ASKING_VICTIMS", "1").split(",")]
@@ -33,11 +32,6 @@ class Counting(socket.socket):
     def sendto(self, *arguments: Any) -> int:
         os.write(self.counter, b".")
         return super().sendto(*arguments)
-
-
-def tell(event: str, **more: object) -> None:
-    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
 
 
 def stop_once_it_has_asked() -> None:

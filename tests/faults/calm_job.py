@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from datetime import timedelta
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from tests.faults.telling import tell
 
 
 def a_wait_with_a_limit_raises_and_says_where_the_sender_is() -> None:
@@ -143,4 +142,4 @@ if __name__ == "__main__":
     a_monitored_barrier_names_who_is_missing()
     mismatches_raise_on_all_ranks_at_the_level_detail()
     a_live_rank_is_left_out()
-    os.write(1, f"\n{json.dumps({'rank': rank, 'event': 'calm', 'pid': os.getpid()})}\n".encode())
+    tell("calm")

@@ -6,10 +6,8 @@ which DCP writes last. The values of a step follow from its number, so that a ch
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -17,14 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import hpcdist as dist
+from tests.faults.telling import tell
 
 COUNT, STEPS = 1 << 18, 10_000
 VARIANT = AsyncCheckpointerType[os.environ.get("CHECKPOINT_BY", "THREAD")]
-
-
-def tell(event: str, **more: object) -> None:
-    line = json.dumps({"rank": dist.get_rank(), "event": event, "time": time.time(), "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
 
 
 def last_whole(folder: Path) -> Path | None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
 from datetime import timedelta
 
 import hpcdist as dist
-
-
-def tell(event: str, **more: object) -> None:
-    line = {"rank": dist.get_rank(), "event": event, "time": time.time(), "pid": os.getpid(), **more}
-    os.write(1, f"\n{json.dumps(line)}\n".encode())
+from tests.faults.telling import tell
 
 
 def stop_once(stopping: int) -> None:

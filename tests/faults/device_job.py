@@ -7,7 +7,6 @@ with CUDA.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,11 +18,11 @@ import torch
 
 import hpcdist as dist
 from hpcdist.backends.nccl.backend import NCCLBackend
-from hpcdist.backends.nccl.library import Library
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.world import WORLD
 from tests.fakes import fake_nccl as fake
+from tests.faults.telling import tell
 
 SECONDS = 2.0
 FOLDER = Path(os.environ["FOLDER"])
@@ -49,8 +48,7 @@ class Device(NCCLBackend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> Device:
-        library = Library(fake.CORE, fake.BINDINGS, fake.FAILURES, (2, 30, 0))
-        backend = cls(bootstrap.rank, bootstrap.size, library, None, Cuda())
+        backend = cls(bootstrap.rank, bootstrap.size, fake.library(), None, Cuda())
         backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         backend.objects = backend.peer.objects  # the device carries nothing
         backend.communicators.make(cls.device, bootstrap.size, bootstrap.rank, [fake.get_unique_id()])
@@ -58,11 +56,6 @@ class Device(NCCLBackend):
 
 
 registry.ENTRIES["device"] = registry.Entry("__main__", "Device", "")
-
-
-def tell(event: str, **more: object) -> None:
-    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
 
 
 def wait_for_the_device(seconds: float) -> None:

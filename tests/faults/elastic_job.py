@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import hpcdist as dist
 from hpcdist.beyond import elastic as machinery
 from hpcdist.watch import job_end
+from tests.faults.telling import ME, tell
 
 PRIME = 1_000_003
 COUNTS = {"mpi": 16, "window": 1 << 17}  # elements of a sum: 128 B, and 1 MiB through node-shared memory
@@ -106,11 +107,6 @@ class Saves:
             if not torch.equal(state["weights"], expected(state["sizes"].tolist(), count)):
                 return False
         return True
-
-
-def tell(event: str, **more: object) -> None:
-    line = json.dumps({"rank": ME, "event": event, "time": time.time(), "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
 
 
 def die() -> None:
@@ -198,6 +194,5 @@ def main() -> None:
 if __name__ == "__main__":
     PLAN: dict[str, Any] = json.loads(sys.argv[1])
     dist.init_process_group(timeout=timedelta(seconds=PLAN.get("timeout", 30)))
-    ME = dist.get_rank()
     tell("begins")
     main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -15,11 +14,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.watch.watchdog import RUNNING
-
-
-def tell(event: str, **more: Any) -> None:
-    line = json.dumps({"rank": dist.get_rank(), "event": event, "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
+from tests.faults.telling import tell
 
 
 def resident() -> int:

@@ -5,7 +5,6 @@ Each rank writes a line of JSON for what happens to it, and then waits to be end
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,19 +14,14 @@ from datetime import timedelta
 import torch
 
 import hpcdist as dist
-from hpcdist.launch import environment
 from hpcdist.watch import question
+from tests.faults.telling import imitate_nodes, tell
 
 VICTIM = int(os.environ.get("FAULT_VICTIM", "1"))
 SECOND = int(os.environ.get("FAULT_SECOND", "-1"))  # a rank that ends by os._exit at the same time
 SECONDS = float(os.environ.get("FAULT_TIMEOUT", "2"))
 question.FAN = int(os.environ.get("FAULT_FAN", question.FAN))  # how many ranks one rank asks by itself
 tensor = torch.ones(int(os.environ.get("FAULT_COUNT", "8")))
-
-
-def tell(event: str, **more: object) -> None:
-    line = json.dumps({"rank": rank, "event": event, "time": time.time(), "pid": os.getpid(), **more})
-    os.write(1, f"\n{line}\n".encode())
 
 
 def receive() -> None:
@@ -165,13 +159,6 @@ def main(fault: str, call: str) -> None:
     else:
         tell("passed", value=tensor[0].item())
     signal.pause()
-
-
-def imitate_nodes() -> None:
-    """Give each rank a node of its own choice, where FAULT_NODES says so ("a,a,b,b")."""
-    launch = environment.detect()
-    if launch is not None and (nodes := os.environ.get("FAULT_NODES")):
-        os.environ[environment.NODE_KEY] = nodes.split(",")[launch.rank]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from mpi4py import MPI
 
 import hpcdist as dist
+from tests.faults.telling import tell
 
 COUNTS = (1, 1000, 1 << 16, 1 << 22)
 CHILDREN = 2
@@ -75,8 +74,7 @@ def main() -> None:
             children = MPI.COMM_WORLD.Spawn(sys.executable, [__file__], CHILDREN)
             meet(children, False)
             children.Disconnect()
-        line = json.dumps({"rank": rank, "event": "done", "pid": os.getpid(), "segments": gone})
-        os.write(1, f"\n{line}\n".encode())
+        tell("done", segments=gone)
     dist.destroy_process_group()
 
 

@@ -12,9 +12,11 @@ import subprocess
 import tempfile
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcdist.core.waiting import wait_until
 from tests import forked
 from tests.programs import HAS_ULFM, LIBRARY, mpirun_command
 from tests.programs import MPIRUN as MPIRUN  # for the tests here
@@ -39,6 +41,8 @@ def some(every: list[Any], chosen: int) -> list[Any]:
 
 FIRST = some(list(LAUNCHERS), 1)  # for what does not depend on how MPI was started
 PLAIN = [each for each in LAUNCHERS if each != "openmpi-ulfm"]  # a rank's death ends the job
+ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
+START_SECONDS = 90.0  # a busy machine takes long to import torch in each rank
 
 
 def command(
@@ -51,6 +55,16 @@ def command(
 ) -> list[str]:
     """Return the command line that starts a job."""
     return mpirun_command(ranks, [script, *arguments], [*LAUNCHERS[launcher], *(options or [])], python)
+
+
+# what a script begins with that is given as text
+IMPORTS = """\
+import os, signal, sys, threading, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+from tests.faults.telling import ME, imitate_nodes, tell
+"""
 
 
 class Started:
@@ -93,7 +107,7 @@ class Started:
         """Return the processes of the ranks that have told something."""
         return {each["rank"]: each["pid"] for each in self.events()}
 
-    def wait(self, event: str, count: int, seconds: float) -> list[dict[str, Any]]:
+    def wait(self, event: str, count: int = 1, seconds: float = START_SECONDS) -> list[dict[str, Any]]:
         """Wait until so many ranks told an event or the job ended; AssertionError when neither happens in time."""
         deadline = time.monotonic() + seconds
         while len(found := self.events(event)) < count:
@@ -105,6 +119,16 @@ class Started:
             )
             time.sleep(0.02)
         return found
+
+    def expect(self, event: str, count: int = 1, seconds: float = START_SECONDS) -> list[dict[str, Any]]:
+        """Wait until so many ranks told an event; AssertionError if they do not in time, or others do too."""
+        found = self.wait(event, count, seconds)
+        assert len(found) == count, f"{self.events()}\n{self.stderr()}"
+        return found
+
+    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
+        """Wait until something holds; AssertionError if it does not in time."""
+        assert wait_until(condition, seconds, longest=0.02), f"{self.events()}\n{self.stderr()}"
 
     def finish(self, seconds: float) -> int:
         """Wait for the job's end and return its status."""
@@ -132,7 +156,7 @@ class Job(Started):
         launcher: a key of ``LAUNCHERS``.
         ranks: how many.
         arguments: the script's.
-        script: what each rank runs.
+        script: what each rank runs: a file, or the text of one behind IMPORTS.
         is_forked: whether ranks are forked from one process that has imported torch; not for tests in which their
             start, signals or descriptors play a part.
         environment: more variables for the ranks.
@@ -142,15 +166,18 @@ class Job(Started):
         self,
         launcher: str,
         ranks: int,
-        arguments: list[str],
-        script: Path = HERE / "job.py",
+        arguments: Sequence[str] = (),
+        script: Path | str = HERE / "job.py",
         is_forked: bool = True,
         **environment: str,
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="hpcdist-fault-"))
         traces = {"TORCH_FR_DUMP_TEMP_FILE": f"{folder}/trace_"}
+        if isinstance(script, str):
+            text, script = script, folder / "script.py"
+            script.write_text(IMPORTS + text)
         python = forked.python() if is_forked else None
-        line = command(launcher, ranks, script, arguments, python=python)
+        line = command(launcher, ranks, script, [*arguments], python=python)
         super().__init__(line, settings(**traces, **environment), folder)
         self.launcher = launcher
 

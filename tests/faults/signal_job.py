@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
@@ -11,12 +10,9 @@ import time
 import torch
 
 import hpcdist as dist
+from tests.faults.telling import tell
 
 HELD = 5
-
-
-def tell(event: str, **more: object) -> None:
-    os.write(1, f"\n{json.dumps({'rank': dist.get_rank(), 'event': event, 'pid': os.getpid(), **more})}\n".encode())
 
 
 def stop() -> None:

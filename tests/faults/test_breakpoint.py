@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, command, is_alive, settings
+from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, START_SECONDS, command, is_alive, settings
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
-START_SECONDS = 90.0
 TIMEOUT = 1.0  # of the job's group
 PROMPT = "(Pdb of rank {})"
 
@@ -80,23 +79,13 @@ class Terminal:
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-def test_one_rank_is_looked_at_while_the_other_waits_past_its_timeout(launcher: str) -> None:
+def test_one_rank_is_looked_at_and_stepped_on_while_the_other_waits_past_its_timeout(launcher: str) -> None:
     with Terminal(launcher, 0, "once") as job:
         job.wait(PROMPT.format(0))
         job.read(3 * TIMEOUT)
         job.type("p secret + 1")
         job.wait(PROMPT.format(0), 2)
         assert re.search(r"^41$", job.text, re.MULTILINE), job.text
-        job.type("c")
-        assert job.finish(30) == 0, job.text
-        assert len(job.events("over")) == 2
-        assert "has not ended" not in job.text  # no report of the watchdog
-
-
-@pytest.mark.parametrize("launcher", FIRST)
-def test_the_debugger_steps_on_in_the_program(launcher: str) -> None:
-    with Terminal(launcher, 0, "once") as job:
-        job.wait(PROMPT.format(0))
         job.type("n")
         job.wait("-> secret += 100")
         job.type("n")
@@ -105,6 +94,8 @@ def test_the_debugger_steps_on_in_the_program(launcher: str) -> None:
         job.type("c")
         assert job.finish(30) == 0, job.text
         assert {each["rank"]: each["secret"] for each in job.events("next")} == {0: 7, 1: 141}
+        assert len(job.events("over")) == 2
+        assert "has not ended" not in job.text  # no report of the watchdog
 
 
 @pytest.mark.parametrize("launcher", FIRST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,25 +10,19 @@ from tests.faults.launch import FIRST, LAUNCHERS, PLAIN, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 PROGRAM = """
-import json, os, time
-from datetime import timedelta
-import torch
-import hpcdist as dist
-
 dist.init_process_group()
-rank = dist.get_rank()
 revoked, late, dead = (dist.new_group(timeout=timedelta(seconds=limit)) for limit in (60, 2, 60))
 values = torch.ones(8)
 for name, group in (("late", late), ("revoked", revoked), ("dead", dead)):
     dist.barrier(group=group)
     text = ""
-    if rank == 0:
+    if ME == 0:
         try:
             for _ in range(1000):  # MPI takes them on the root, whether or not the others come
                 dist.broadcast(values, 0, group=group)
         except dist.DistBackendError as error:
             text = str(error)
-    elif rank == 1:
+    elif ME == 1:
         time.sleep(0.5)
         if name == "revoked":
             dist.revoke_process_group(group)
@@ -37,9 +30,8 @@ for name, group in (("late", late), ("revoked", revoked), ("dead", dead)):
             os.kill(os.getpid(), 9)
     if name != "dead":
         dist.barrier()
-    line = json.dumps({"rank": rank, "event": name, "pid": os.getpid(), "text": text})
-    os.write(1, f"\\n{line}\\n".encode())
-if rank:
+    tell(name, text=text)
+if ME:
     time.sleep(100)
 os._exit(0)
 """
@@ -47,30 +39,26 @@ SAID = {"late": "has not ended after 2", "revoked": "gave the group up", "dead":
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_root_that_is_ahead_of_the_others(launcher: str, program: Path) -> None:
-    with Job(launcher, 3, [], program) as job:
+def test_a_root_that_is_ahead_of_the_others(launcher: str) -> None:
+    with Job(launcher, 3, script=PROGRAM) as job:
         if launcher in PLAIN:  # the first group's timeout ends the job
             assert job.finish(90) != 0
             assert "not ended after 2" in job.stderr()
             return
-        job.wait("dead", 2, 90)
+        job.wait("dead", 2)
         told = {each["event"]: each["text"] for each in job.events() if each["rank"] == 0}
         assert told.keys() == SAID.keys(), job.stderr()
         assert all(words in told[name] for name, words in SAID.items()), told
 
 
 QUIET = """
-import os, sys
-from pathlib import Path
-case, rank = sys.argv[1], int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
-if "several nodes" in case: os.environ["HPCDIST_NODE_KEY"] = str(rank)
-import torch
-import hpcdist as dist
+case = sys.argv[1]
+imitate_nodes()
 dist.init_process_group()
 if case == "lists":
-    dist.new_group([0, 1] if rank == 0 else [0, 1, 2], use_local_synchronization=True)
+    dist.new_group([0, 1] if ME == 0 else [0, 1, 2], use_local_synchronization=True)
 dist.new_group()  # a later one is not the first of its kind
-for _ in range(3 if rank == 2 else 4):
+for _ in range(3 if ME == 2 else 4):
     dist.broadcast(torch.ones(3), 0)  # its root waits for nobody
 if "new group" in case:
     dist.new_group()
@@ -85,9 +73,8 @@ NAMED = {
 
 @pytest.mark.parametrize("launcher", FIRST)
 @pytest.mark.parametrize("case", NAMED)
-def test_what_blocks_nobody_and_what_mpi_does_not_know(case: str, launcher: str, program: Path) -> None:
+def test_what_blocks_nobody_and_what_mpi_does_not_know(case: str, launcher: str) -> None:
     """A program ends though a rank has made fewer calls; members of a group make it of different ranks."""
-    program.write_text(QUIET)
-    with Job(launcher, 3, [case], program) as job:
+    with Job(launcher, 3, [case], QUIET, FAULT_NODES="a,b,c" if "several nodes" in case else "") as job:
         assert job.finish(60) != 0
         assert re.search(NAMED[case], job.stderr()), job.stderr()

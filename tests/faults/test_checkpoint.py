@@ -34,9 +34,9 @@ def test_a_job_that_was_killed_in_a_save_goes_on_from_the_last_whole_one(launche
     chance, steps = random.Random(0), [0]
     for ranks in some([3, 2, 1, 4, 2], 3):
         with Job(launcher, ranks, [str(tmp_path)], SCRIPT) as job:
-            begun = job.wait("begins", ranks, 120)
+            begun = job.expect("begins", ranks)
             assert [each["step"] for each in begun] == [steps[-1]] * ranks, job.stderr()
-            job.wait("saved", 2 * ranks, 120)
+            job.wait("saved", 2 * ranks)
             time.sleep(chance.uniform(0.0, 0.2))
             for pid in job.pids().values():
                 os.kill(pid, signal.SIGKILL)

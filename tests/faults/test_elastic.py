@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import FIRST, HERE, LAUNCHERS, Job
+from tests.faults.launch import FIRST, HERE, ULFM, Job
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 TRAINING = HERE.parents[1] / "slurm" / "jobs" / "train_digits.py"
@@ -40,7 +40,7 @@ def ranks_of(job: Job) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each == "openmpi-ulfm"])
+@pytest.mark.parametrize("launcher", ULFM)
 def test_training_goes_on_with_a_spare_in_place_of_a_rank_that_was_killed(launcher: str, tmp_path: Path) -> None:
     arguments = ["--elastic", "--epochs", "15", "--spares", "1", "--checkpoint", str(tmp_path)]
     with Job(launcher, 4, arguments, TRAINING) as job:

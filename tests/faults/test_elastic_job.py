@@ -6,17 +6,15 @@ import json
 import os
 import random
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.launch import HERE, LAUNCHERS, PLAIN, Job, is_alive, some
+from tests.faults.launch import HERE, PLAIN, ULFM, Job, is_alive, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 SCRIPT = HERE / "elastic_job.py"
-ULFM = [each for each in LAUNCHERS if each == "openmpi-ulfm"]
 RANKS = 6
 REPETITIONS = int(os.environ.get("HPCDIST_ELASTIC_RUNS", "1"))  # of each kind of random fault
 
@@ -26,10 +24,7 @@ def run(launcher: str, plan: dict[str, Any], ranks: int = RANKS) -> tuple[int, l
     with Job(launcher, ranks, [json.dumps(plan)], SCRIPT) as job:
         status = job.finish(150)
         pids = job.pids().values()
-        deadline = time.monotonic() + 15
-        while left := [pid for pid in pids if is_alive(pid)]:
-            assert time.monotonic() < deadline, f"left behind: {left}\n{job.stderr()}"
-            time.sleep(0.05)
+        job.until(lambda: not any(map(is_alive, pids)))
         return status, job.events(), job.stderr()
 
 

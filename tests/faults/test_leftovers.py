@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.core.waiting import wait_until
 from tests.faults.launch import HERE, LIBRARY, PLAIN, Job, is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
-START_SECONDS, END_SECONDS = 90.0, 20.0
+END_SECONDS = 20.0
 SHARED = ("/dev/shm/", "/tmp/")
 
 
@@ -29,25 +30,21 @@ def shared_files(pids: list[int]) -> set[Path]:
 
 def kill_under_way(job: Job, victim: str) -> set[Path]:
     """Kill a rank, or what started the job, amid its calls; return the files that its ranks shared."""
-    job.wait("ready", 3, START_SECONDS)
+    job.expect("ready", 3)
     time.sleep(0.3)
     pids = job.pids()
     shared = shared_files(list(pids.values()))
     assert shared, "ranks of one node share a window at the least"
     os.kill(pids[1] if victim == "rank" else job.process.pid, signal.SIGKILL)
     assert job.finish(END_SECONDS) != 0
-    deadline = time.monotonic() + END_SECONDS
-    while left := [pid for pid in pids.values() if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"{left} of {pids} live on\n{job.stderr()}"
-        time.sleep(0.05)
+    job.until(lambda: not any(map(is_alive, pids.values())), END_SECONDS)
     return shared
 
 
 def remaining(files: set[Path], seconds: float = 5.0) -> list[Path]:
     """Return which files are still there after a moment, and remove them."""
-    deadline = time.monotonic() + seconds
-    while (left := sorted(path for path in files if path.exists())) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not any(path.exists() for path in files), seconds)
+    left = sorted(path for path in files if path.exists())
     for path in left:
         path.unlink()
     return left

@@ -12,24 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import FIRST, HERE, LAUNCHERS, LIBRARY, PLAIN, Job, Started, command, settings
+from tests.faults.launch import FIRST, HERE, IMPORTS, LAUNCHERS, LIBRARY, PLAIN, Job, Started, command, settings
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
-START_SECONDS, TIMEOUT = 90.0, 2.0
+TIMEOUT = 2.0
 PROGRAM = """
-import json, os, sys, time
-from datetime import timedelta
-import torch
-import hpcdist as dist
-
-def tell(event):
-    os.write(1, ("\\n" + json.dumps({"rank": dist.get_rank(), "event": event, "pid": os.getpid()}) + "\\n").encode())
-
 dist.init_process_group(timeout=timedelta(seconds=60))
 dist.barrier()
 dist.group.WORLD.timeout = timedelta(seconds=float(sys.argv[1]))
 tell("ready")
-if dist.get_rank() == 1:
+if ME == 1:
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.05)
 dist.all_reduce(torch.ones(8))
@@ -63,11 +55,11 @@ def started(line: list[str], **more: str) -> Started:
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-def test_a_job_that_was_suspended_goes_on(launcher: str, program: Path) -> None:
+def test_a_job_that_was_suspended_goes_on(launcher: str, tmp_path: Path) -> None:
     """As by `scontrol suspend`, for longer than its calls may take: the time does not count."""
-    gate = program.with_name("gate")  # that rank 1 waits for
-    with Job(launcher, 3, ["5", str(gate)], program) as job:
-        job.wait("ready", 3, START_SECONDS)
+    gate = tmp_path / "gate"  # that rank 1 waits for
+    with Job(launcher, 3, ["5", str(gate)], PROGRAM) as job:
+        job.expect("ready", 3)
         time.sleep(1.5)  # the watchdogs have seen the calls
         for pid in job.pids().values():
             os.kill(pid, signal.SIGSTOP)
@@ -90,7 +82,7 @@ def test_traces_on_a_file_system_that_never_answers_do_not_keep_the_job(launcher
     more = {"TORCH_FR_DUMP_TEMP_FILE": f"{hanging}/trace_", "FAULT_TIMEOUT": str(TIMEOUT)}
     line = command(launcher, 3, HERE / "job.py", ["stop", "all_reduce"])
     with started([*OWN_MOUNTS, sys.executable, "-c", MOUNT_HANGING, str(hanging), *line], **more) as job:
-        job.wait("fault", 1, START_SECONDS)
+        job.wait("fault")
         assert job.finish(TIMEOUT + 15) != 0
         assert "rank 1 has not entered all_reduce" in job.stderr()
         assert "its process is stopped" in job.stderr()
@@ -99,27 +91,24 @@ def test_traces_on_a_file_system_that_never_answers_do_not_keep_the_job(launcher
 
 @needs(["sh", "-c", "mount -t tmpfs none /proc"])
 @pytest.mark.parametrize("launcher", [each for each in FIRST if LIBRARY == "openmpi"])
-def test_no_rank_is_taken_for_dead_if_the_kernel_shows_no_processes(launcher: str, program: Path) -> None:
+def test_no_rank_is_taken_for_dead_if_the_kernel_shows_no_processes(launcher: str, tmp_path: Path) -> None:
     """As in containers with ``hidepid``. A rank that is known to have ended is waited for 2 s only.
 
     MPICH's MPI_Init fails without /proc.
     """
     python = [*OWN_MOUNTS, "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", sys.executable]
-    gate = program.with_name("gate")
+    program, gate = tmp_path / "script.py", tmp_path / "gate"
+    program.write_text(IMPORTS + PROGRAM)
     with started(command(launcher, 3, program, ["60", str(gate)], python=python)) as job:
-        job.wait("ready", 3, START_SECONDS)
+        job.expect("ready", 3)
         time.sleep(4)
         gate.touch()
-        assert job.finish(START_SECONDS) == 0, job.stderr()
+        assert job.finish(90) == 0, job.stderr()
         assert len(job.events("passed")) == 3
         assert "hpcdist:" not in job.stderr()
 
 
 FAILING = """
-import os, time
-from datetime import timedelta
-import torch
-import hpcdist as dist
 from hpcdist.watch.watchdog import RUNNING
 
 def fail(*_, **__):
@@ -128,7 +117,7 @@ def fail(*_, **__):
 dist.init_process_group(timeout=timedelta(seconds=60))
 dist.barrier()
 dist.group.WORLD.timeout = timedelta(seconds=1)
-if dist.get_rank() == 1:
+if ME == 1:
     time.sleep(60)
 RUNNING[0].channel.ask = dist.group.WORLD.cpu.faults.interrupt = fail
 dist.all_reduce(torch.ones(8))
@@ -136,10 +125,9 @@ dist.all_reduce(torch.ones(8))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_call_ends_though_all_that_the_watchdog_tries_fails(launcher: str, program: Path) -> None:
-    program.write_text(FAILING)
-    with Job(launcher, 2, [], program) as job:
-        assert job.finish(START_SECONDS) != 0
+def test_a_call_ends_though_all_that_the_watchdog_tries_fails(launcher: str) -> None:
+    with Job(launcher, 2, script=FAILING) as job:
+        assert job.finish(90) != 0
         text = job.stderr()
     assert "all_reduce #2 of float32 [8] on group '0' has not ended" in text
     assert "where the others are could not be found out" in text

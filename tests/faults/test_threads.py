@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +11,6 @@ from tests.faults.launch import FIRST, Job
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 SECONDS = os.environ.get("HPCDIST_TEST_THREADS", "8")  # of random calls; 600 were tried
 PROGRAM = """
-import json, os, threading, time
-from datetime import timedelta
-import torch
-import hpcdist as dist
-
-def tell(event, **more):
-    line = json.dumps({"rank": dist.get_rank(), "event": event, "pid": os.getpid(), **more})
-    os.write(1, f"\\n{line}\\n".encode())
-
 def receive(tag, how):
     try:
         how(torch.ones(3), 0, tag=tag)
@@ -52,20 +42,17 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-def test_receives_of_three_threads_beside_calls_that_end(launcher: str, program: Path) -> None:
-    with Job(launcher, 2, [], program) as job:
-        raised = job.wait("raised", 3, 80)
+def test_receives_of_three_threads_beside_calls_that_end(launcher: str) -> None:
+    with Job(launcher, 2, script=PROGRAM) as job:
+        raised = job.expect("raised", 3)
         assert sorted(each["tag"] for each in raised) == [1, 2, 3], job.stderr()
         assert all("from rank 0 of float32 [3] on group '0' has not ended" in each["text"] for each in raised), raised
         assert all("(receive)" in each["text"] for each in raised[:2]), raised
-        assert len(job.wait("passed", 2, 20)) == 2, job.stderr()
+        job.expect("passed", 2, 20)
 
 
 RANDOM = """
-import json, os, random, sys, threading, time
-from datetime import timedelta
-import torch
-import hpcdist as dist
+import random
 
 THREADS, SECONDS, LOST = 4, float(sys.argv[1]), 9
 dist.init_process_group(timeout=timedelta(seconds=60))
@@ -137,17 +124,15 @@ for each in threads:
     each.start()
 for each in threads:
     each.join()
-line = json.dumps({"rank": rank, "event": "over", "pid": os.getpid(), "counts": counts, "failures": failures})
-os.write(1, f"\\n{line}\\n".encode())
+tell("over", counts=counts, failures=failures)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("launcher", FIRST)
-def test_threads_with_groups_calls_and_timeouts_of_their_own(launcher: str, program: Path) -> None:
-    program.write_text(RANDOM)
-    with Job(launcher, 2, [SECONDS], program) as job:
-        over = job.wait("over", 2, float(SECONDS) + 80)
+def test_threads_with_groups_calls_and_timeouts_of_their_own(launcher: str) -> None:
+    with Job(launcher, 2, [SECONDS], RANDOM) as job:
+        over = job.expect("over", 2, float(SECONDS) + 80)
         assert [each["failures"] for each in over] == [[], []], job.stderr()
         assert all(len(each["counts"]) == 5 for each in over), over
         assert job.finish(60) == 0, job.stderr()

@@ -40,11 +40,16 @@ def test_the_fork_server_and_its_children_end_with_the_process_that_started_it()
         end.close()
 
 
+def begun(seconds):
+    """Start a program that lasts so long; return its client, and the process id of the server."""
+    code = f"import os, time; print(os.getppid(), flush=True); time.sleep({seconds})"
+    client = subprocess.Popen([*forked.python(), "-c", code], stdout=subprocess.PIPE)
+    return client, int(client.stdout.readline())
+
+
 def test_a_client_that_is_killed_when_its_program_ends_does_not_end_the_server():
     """The server finds both at one look: it is stopped meanwhile."""
-    code = "import os, time; print(os.getppid(), flush=True); time.sleep(0.2)"
-    client = subprocess.Popen([*forked.python(), "-c", code], stdout=subprocess.PIPE)
-    server = int(client.stdout.readline())
+    client, server = begun(0.2)
     os.kill(server, signal.SIGSTOP)
     time.sleep(0.6)
     asking = subprocess.Popen([*forked.python(), "-c", ""])
@@ -58,9 +63,7 @@ def test_a_client_that_is_killed_when_its_program_ends_does_not_end_the_server()
 
 def test_a_client_that_is_killed_takes_no_files_from_the_next_program():
     """The server sees that client and the next one at one look, before the killed program has ended."""
-    waits = "import os, time; print(os.getppid(), flush=True); time.sleep(100)"
-    client = subprocess.Popen([*forked.python(), "-c", waits], stdout=subprocess.PIPE)
-    server = int(client.stdout.readline())
+    client, server = begun(100)
     os.kill(server, signal.SIGSTOP)
     client.kill()
     client.wait()

@@ -115,27 +115,28 @@ def test_a_dataset_of_which_a_node_has_one_copy(ranks):
     assert float(re.search(r"largest error of a weight after 60 steps: (\S+)", result.stdout)[1]) < 1e-4
 
 
-@pytest.mark.parametrize("level", ["single", "funneled", "serialized"])
-def test_an_application_whose_mpi_has_no_threads(level, tmp_path):
-    program = tmp_path / "job.py"
-    program.write_text(
-        "import threading\n"
-        "import mpi4py\n"
-        f"mpi4py.rc.thread_level = {level!r}\n"
-        "from mpi4py import MPI\n"
-        "import torch, hpcdist as dist\n"
-        "assert MPI.Query_thread() < MPI.THREAD_MULTIPLE\n"
-        "dist.init_process_group()\n"
-        "tensors = [torch.ones(size) for size in (3, 100_000)]\n"
-        "works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]\n"
-        "works.append(dist.broadcast(torch.ones(2, 2).t(), 0, async_op=True))\n"
-        "assert all(work.is_completed() and work.wait() for work in works)\n"
-        "assert all(bool((tensor == 2).all()) for tensor in tensors)\n"
-        "assert works[0].get_future().wait()[0] is not None\n"
-        "print('threads', sorted(thread.name for thread in threading.enumerate()))\n"
-        "dist.destroy_process_group()\n"
-    )
-    result = mpirun(2, [program])
+WITHOUT_THREADS = """
+import sys, threading
+import mpi4py
+mpi4py.rc.thread_level = sys.argv[1]
+from mpi4py import MPI
+import torch, hpcdist as dist
+assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+dist.init_process_group()
+tensors = [torch.ones(size) for size in (3, 100_000)]
+works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+works.append(dist.broadcast(torch.ones(2, 2).t(), 0, async_op=True))
+assert all(work.is_completed() and work.wait() for work in works)
+assert all(bool((tensor == 2).all()) for tensor in tensors)
+assert works[0].get_future().wait()[0] is not None
+print("threads", sorted(thread.name for thread in threading.enumerate()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("level", ["single", "serialized"])
+def test_an_application_whose_mpi_has_no_threads(level):
+    result = mpirun(2, ["-c", WITHOUT_THREADS, level])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("threads") == 2
     assert "hpcdist-mpi" not in result.stdout
@@ -193,10 +194,8 @@ print(dist.is_initialized())
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_calls_after_the_program_has_finalized_mpi(whose, ranks, tmp_path):
-    program = tmp_path / "job.py"
-    program.write_text(FINALIZED)
-    result = mpirun(ranks, [program, whose])
+def test_calls_after_the_program_has_finalized_mpi(whose, ranks):
+    result = mpirun(ranks, ["-c", FINALIZED, whose])
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.split("\n")
     assert "went on" not in lines, result.stdout

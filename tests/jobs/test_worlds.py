@@ -119,10 +119,8 @@ print("done", rank)
 """
 
 
-def test_rank_0_may_destroy_its_world_while_others_still_use_the_store(tmp_path):
-    program = tmp_path / "late_store.py"
-    program.write_text(LATE_STORE)
-    result = mpirun(2, [program], timeout=60)
+def test_rank_0_may_destroy_its_world_while_others_still_use_the_store():
+    result = mpirun(2, ["-c", LATE_STORE])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2
 
@@ -156,10 +154,8 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_daemon_threads_are_in_calls_while_the_program_ends(status, tmp_path):
-    program = tmp_path / "daemons.py"
-    program.write_text(DAEMONS)
-    result = mpirun(2, [program, status], timeout=90)
+def test_daemon_threads_are_in_calls_while_the_program_ends(status):
+    result = mpirun(2, ["-c", DAEMONS, status], timeout=90)
     assert result.returncode == status, result.stderr
     assert "a thread is still in recv" in result.stderr or "a thread is still in all_reduce" in result.stderr
     for word in ("signal", "finaliz", "traceback", "terminate called", "corrupted"):
@@ -188,11 +184,9 @@ ULFM = pytest.param(["--with-ft", "ulfm"], marks=pytest.mark.skipif(not HAS_ULFM
 
 @pytest.mark.parametrize("status", [3, 0])
 @pytest.mark.parametrize("options", [[], ULFM], ids=["plain", "ULFM"])
-def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, status, tmp_path):
+def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, status):
     """Scripts that requeue a job read it; 0 would say that all is well."""
-    program = tmp_path / "leaves.py"
-    program.write_text(LEAVES)
-    result = mpirun(3, [program, status], timeout=90, options=options)
+    result = mpirun(3, ["-c", LEAVES, status], timeout=90, options=options)
     assert "this rank has left the program" in result.stderr
     assert result.returncode == (status or 1), result.stderr
 
@@ -217,10 +211,8 @@ if os.fork():
 """
 
 
-def test_gloos_threads_end_before_python_does(tmp_path):
-    program = tmp_path / "gloos_end.py"
-    program.write_text(GLOOS_END)
-    result = run([sys.executable, program])
+def test_gloos_threads_end_before_python_does():
+    result = run([sys.executable, "-c", GLOOS_END])
     assert result.returncode == 0, result.stderr
     before, child, after = result.stdout.splitlines()
     assert (child, after) == ("False 0", "True 0")
