@@ -105,7 +105,7 @@ class C10dMethods(Group):
 
     def _begin(self, issued: Work | None, result: list[Any]) -> Work:
         """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
-        work = (DoneWork(result) if issued is None else issued)._for_cpp()
+        work = (DoneWork(result) if issued is None else issued)._whole()
         if self._begun is not None:
             self._begun.append(work)
         return work
@@ -271,7 +271,7 @@ class C10dMethods(Group):
             op, is_async = parse_options(call, given, opts) if row.reduces else (None, asks_async(call, opts))
             calls.append(Call(row, given, output, op))
         works = map(self._begin, several.begin_each(self, calls, is_async), ([each.recv] for each in calls))
-        return several.begin_all(self, event, inputs, works, outputs)._for_cpp()
+        return several.begin_all(self, event, inputs, works, outputs)._whole()
 
     def _root(self, call: str, opts: Any, root: Any) -> int:
         """Return the root that an options object or a number names, a rank of the group."""
@@ -333,7 +333,7 @@ class C10dMethods(Group):
         """Launch them, and return the Work of all."""
         begun = list(dict.fromkeys([*(self._begun or ()), *self._held]))
         self._leave_coalescing(None)
-        return AllWork(begun, [])._for_cpp()
+        return AllWork(begun, [])._whole()
 
     def _leave_coalescing(self, error: Exception | None) -> None:
         """Launch the calls held back, or forget them if one of them raised: torch's manager does not end then."""

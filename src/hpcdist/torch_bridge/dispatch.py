@@ -216,8 +216,6 @@ for _name, (_carry_out, _place) in ASKING.items():
 OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
 DEFAULT: Any = torch.Tensor.__torch_dispatch__
-
-
 TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
 
 
@@ -244,6 +242,18 @@ def has_wrapper(values: Iterable[Any]) -> bool:
         elif getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT:
             return True
     return False
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Tell whether arguments have neither a limit nor a wrapper, as those of most calls: in one pass, for latency."""
+    for value in values:
+        kind = value.__class__
+        if kind in TIMED:
+            if value.timeout > NO_TIMEOUT:
+                return False
+        elif kind not in PASSED and not (kind is list and PLAIN_TYPES.issuperset(map(type, value))):
+            return False
+    return True
 
 
 def exchange_operator(
@@ -280,8 +290,9 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-        seconds = limit_of(args) if not kwargs else limit_of((*args, *kwargs.values()))
-        if not _len_torch_dispatch_stack() and not has_wrapper(args):
+        is_plain = not kwargs and are_plain(args)
+        seconds = None if is_plain else limit_of((*args, *kwargs.values()))
+        if not _len_torch_dispatch_stack() and (is_plain or not has_wrapper(args)):
             try:
                 if seconds is None:
                     return method(self, *args, **kwargs)
