@@ -270,6 +270,8 @@ class C10dMethods(Group):
         for output, given in zip(outputs, inputs, strict=True):
             op, is_async = parse_options(call, given, opts) if row.reduces else (None, asks_async(call, opts))
             calls.append(Call(row, given, output, op))
+        if len(calls) == 1:  # as the functional collectives make of one tensor
+            return self._begin(issue(row, self, inputs[0], outputs[0], op, None, is_async), outputs)
         works = map(self._begin, several.begin_each(self, calls, is_async), ([each.recv] for each in calls))
         return several.begin_all(self, event, inputs, works, outputs)._whole()
 
