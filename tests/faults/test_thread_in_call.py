@@ -90,6 +90,7 @@ def test_a_collective_that_a_rank_never_makes(end: str, launcher: str) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_daemon_in_a_collective_keeps_no_rank(launcher: str) -> None:
     with Job(launcher, 2, ["destroy", "daemon"], PROGRAM) as job:
-        assert job.finish(90) == 0, job.stderr()
+        status = job.finish(90)  # Hydra kills the other rank, unless that has ended too
+        assert status == 0 or (status == 9 and launcher == "mpich"), job.stderr()
         said = "a thread is still in all_reduce" in job.stderr()
         assert said if launcher in PLAIN else job.events("raised"), job.stderr()
