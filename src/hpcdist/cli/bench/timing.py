@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed
 from rich.progress import Progress
 
 import hpcdist as dist
+from hpcdist.backends import gloo
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.launch import addresses
+from hpcdist.core.backend import Bootstrap
+from hpcdist.launch import addresses, rendezvous
 
 MOST_CALLS = 2000
 WARM_UP = 2
@@ -77,15 +78,20 @@ class Bench:
         self.comm: Any = dist.get_mpi_comm().Dup()  # so that raw calls cannot match messages of hpcdist
         self.figures: list[Figure] = []
         self.wire = Wire(self.comm)
+        self._gloo: Any = None
 
     @property
     def library(self) -> str:
         name, version = runtime.load().get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 
-    @cached_property
+    @property
     def gloo(self) -> Any:
-        return torch.distributed.new_group(backend="gloo")
+        if self._gloo is None:
+            store = dist.PrefixStore("bench-gloo", rendezvous.store_of(dist.group.WORLD))
+            bootstrap = Bootstrap(self.rank, self.size, timedelta(minutes=5), store=store)
+            self._gloo = gloo.process_group(bootstrap)
+        return self._gloo
 
     def progress(self, rows: list[T]) -> Iterator[T]:
         """Yield rows that are to be measured, while rank 0 shows their texts and how many are left."""

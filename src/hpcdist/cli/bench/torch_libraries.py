@@ -46,7 +46,7 @@ Step = Callable[[], Any]
 def measure(bench: Bench) -> None:
     """Time each library's step on both groups, or the one of DDP; every rank calls this."""
     options = bench.options
-    ours, gloo = torch.distributed.group.WORLD, bench.gloo
+    ours, gloo = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")
     fake = private_names.fake_group()
     parent = bench.comm.bcast(tempfile.mkdtemp() if bench.rank == 0 else None)
     count = options.parameters
