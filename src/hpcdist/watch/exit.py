@@ -138,9 +138,11 @@ class ProcessExit:
                 membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
+                watchdog.job_end.exit_if_known()
                 observer.release_others()
                 membership.skip_finalize()
                 return
+        watchdog.job_end.exit_if_known()
         if (failure := failure or difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()

@@ -102,6 +102,14 @@ class JobEnd:
             return
         if self._exits[1]:
             self._say(f"{self._exits[1]}, and this process exits")
+        self._exit()
+
+    def exit_if_known(self) -> None:
+        """Exit if the job is aborted: whoever aborts it has killed the processes that those who leave waited for."""
+        if self.is_known:
+            self._exit()
+
+    def _exit(self) -> None:
         backend = None if WORLD.default is None else WORLD.default.any_backend()
         if self._hides_status and backend is not None and backend.faults.interrupts_all():
             backend.end_job(ABORT_STATUS)  # under ULFM mpirun returns the last status with which a process exits itself
