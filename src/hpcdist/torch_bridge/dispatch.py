@@ -219,41 +219,28 @@ DEFAULT: Any = torch.Tensor.__torch_dispatch__
 TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
 
 
-def limit_of(values: Iterable[Any]) -> float | None:
-    """Return the seconds that a method's arguments give the call; None for the group's limit."""
+def needs(values: Iterable[Any]) -> tuple[float | None, bool]:
+    """Return what the arguments of a method ask for besides the call: its seconds, and whether one wraps a tensor.
+
+    None stands for the group's limit; a wrapper decides itself what an operator does to it.
+    """
+    seconds, is_wrapped = None, False
     for value in values:
         kind = value.__class__
-        if kind in TIMED or kind is timedelta:
+        if kind is list or kind is tuple:
+            is_wrapped = is_wrapped or (not PLAIN_TYPES.issuperset(map(type, value)) and needs(value)[1])
+        elif kind in TIMED or kind is timedelta:
             given: timedelta = value if kind is timedelta else value.timeout
-            if given > NO_TIMEOUT:
-                return min(given, LONGEST_TIMEOUT).total_seconds()
-    return None
+            if seconds is None and given > NO_TIMEOUT:
+                seconds = min(given, LONGEST_TIMEOUT).total_seconds()
+        elif kind not in PASSED:
+            is_wrapped = is_wrapped or getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT
+    return seconds, is_wrapped
 
 
 def has_wrapper(values: Iterable[Any]) -> bool:
     """Tell whether a tensor among the values or their lists decides itself what an operator does to it."""
-    for value in values:
-        kind = value.__class__
-        if kind in PASSED:
-            continue
-        if kind is list or kind is tuple:
-            if has_wrapper(value):
-                return True
-        elif getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT:
-            return True
-    return False
-
-
-def are_plain(values: Iterable[Any]) -> bool:
-    """Tell whether arguments have neither a limit nor a wrapper, as those of most calls: in one pass, for latency."""
-    for value in values:
-        kind = value.__class__
-        if kind in TIMED:
-            if value.timeout > NO_TIMEOUT:
-                return False
-        elif kind not in PASSED and not (kind is list and PLAIN_TYPES.issuperset(map(type, value))):
-            return False
-    return True
+    return needs(values)[1]
 
 
 def exchange_operator(
@@ -290,9 +277,8 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-        is_plain = not kwargs and are_plain(args)
-        seconds = None if is_plain else limit_of((*args, *kwargs.values()))
-        if not _len_torch_dispatch_stack() and (is_plain or not has_wrapper(args)):
+        seconds, is_wrapped = needs((*args, *kwargs.values()) if kwargs else args)
+        if not is_wrapped and not _len_torch_dispatch_stack():
             try:
                 if seconds is None:
                     return method(self, *args, **kwargs)
