@@ -23,8 +23,8 @@ import torch.distributed as torch_dist
 import hpcdist as dist
 from hpcdist.backends.mpi.node.thresholds import BYTES, MIB
 from hpcdist.core import issue
+from hpcdist.core.buckets import ALONE_BYTES, BUCKET_BYTES
 from hpcdist.core.reduction import KIND_OF, KINDS, name_of
-from hpcdist.core.several import ALONE_BYTES, BUCKET_BYTES
 
 from .expected import MOVING, OPS, equal, mathematics
 

@@ -9,10 +9,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.backends.loopback import LoopbackBackend
-from hpcdist.core import several
+from hpcdist.core import buckets
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.issue import issue
+from hpcdist.core.issue import check, issue
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
@@ -25,9 +25,9 @@ def group():
 
 def test_buckets_follow_from_sizes_and_dtypes_only(group):
     def of(*lengths, layout=lambda tensor: tensor):
-        return several.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM)
+        return buckets.buckets(group, [layout(torch.zeros(length)) for length in lengths], ReduceOp.SUM, check)
 
-    alone, whole = several.ALONE_BYTES // 4, several.BUCKET_BYTES // 4
+    alone, whole = buckets.ALONE_BYTES // 4, buckets.BUCKET_BYTES // 4
     assert of(1, 2, 3) == [[0, 1, 2]]
     assert of(alone, 1) == [[0, 1]]  # together they fit into one bucket
     assert of(whole, 1) == [[0], [1]]
@@ -39,10 +39,10 @@ def test_buckets_follow_from_sizes_and_dtypes_only(group):
         assert of(*lengths, layout=lambda tensor: torch.stack([tensor, tensor], 1)[:, 0]) == expected
         assert of(*lengths, layout=lambda tensor: tensor.requires_grad_()) == expected
     mixed = [torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2), torch.eye(2).to_sparse()]
-    assert several.buckets(group, mixed, ReduceOp.SUM) == [[3], [0, 2], [1]]
+    assert buckets.buckets(group, mixed, ReduceOp.SUM, check) == [[3], [0, 2], [1]]
     halves = [torch.zeros(1, dtype=torch.complex64), torch.zeros(2)]
-    assert several.buckets(group, halves, ReduceOp.SUM) == [[0, 1]]  # another rank may give two real ones
-    assert several.buckets(group, halves, ReduceOp.PRODUCT) == [[0], [1]]
+    assert buckets.buckets(group, halves, ReduceOp.SUM, check) == [[0, 1]]  # another rank may give two real ones
+    assert buckets.buckets(group, halves, ReduceOp.PRODUCT, check) == [[0], [1]]
 
 
 def test_repeated_asynchronous_calls_into_inference_tensors(group):

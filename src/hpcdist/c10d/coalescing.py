@@ -15,10 +15,10 @@ from hpcdist.core import several, world
 from hpcdist.core.buffers import as_tensor_lists, as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue_any
+from hpcdist.core.issue import issue, issue_any
 from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_REDUCE
-from hpcdist.core.work import HeldWork, Work
+from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.torch_bridge.private_names import CoalescingManager
 
 
@@ -40,13 +40,13 @@ def all_reduce_coalesced(
         return None
     listed = [tensors] if isinstance(tensors, (torch.Tensor, np.ndarray)) else tensors
     listed = list(listed) if isinstance(listed, Iterable) else as_tensors(listed, "tensors")  # which raises
-    if not async_op and pg.coalescing is None and several.reduce_plain(pg, listed, op):
-        return None
-    given = as_tensors(listed, "tensors", writable=True)
-    if given:
-        same_dtype(*given)
+    if not listed:
+        return DoneWork([]) if async_op else None
+    if len({getattr(each, "dtype", None) for each in listed}) > 1:
+        same_dtype(*as_tensors(listed, "tensors", writable=True))  # raises, unless some are complex
+    begins = several.is_begun(pg, listed[0], async_op)
     with pg.grouped():
-        work = several.reduce_together(pg, given, op, async_op)
+        work = issue(ALL_REDUCE, pg, listed, listed, op, None, begins)
     return begun_or_ended(work, async_op)
 
 
@@ -120,9 +120,8 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> I
                 own._begin([] if work is None else [work])
                 yield work
             continue
-        work, given = None, [call.send for call, _ in calls]
-        if async_ops or not several.reduce_plain(pg, given, op):
-            work = several.reduce_together(pg, as_tensors(given, "tensor", writable=True), op, async_ops)
+        given = [call.send for call, _ in calls]
+        work = issue(ALL_REDUCE, pg, given, given, op, None, several.is_begun(pg, given[0], async_ops))
         for _, own in calls:
             own._begin([] if work is None else [work])
         yield work
@@ -133,15 +132,15 @@ def common_op(call: Call) -> Any:
 
     A PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks.
     """
-    if call.row is not ALL_REDUCE or call.send is not call.recv or call.finish is not None:
+    if call.row is not ALL_REDUCE or call.send is not call.recv or call.finish or call.counts:
         return None
     op = canonical(call.op)
     return op if op.__class__ is ReduceOp.RedOpType else None
 
 
-def begun_or_ended(work: Work, async_op: bool) -> Work | None:
+def begun_or_ended(work: Work | None, async_op: bool) -> Work | None:
     """Return the Work of an asynchronous call, or wait for it."""
-    if async_op:
+    if async_op or work is None:
         return work
     work.wait()
     return None

@@ -11,7 +11,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import memmove
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +20,6 @@ from torch.distributed.distributed_c10d import Store
 
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Faults, Membership, Windows
-from hpcdist.core.buffers import concatenate
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import DistBackendError
@@ -119,21 +117,6 @@ class Backend(ABC):
         calls go to ``queue``.
         """
         return lambda send, recv: self.run(call.on(send, recv)), None
-
-    def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the elements of small contiguous CPU tensors in one, and what copies its values back to them.
-
-        ``sizes`` are the bytes of each.
-        """
-        flat = concatenate(tensors, tensors[0].dtype)
-
-        def copy() -> None:
-            place = flat.data_ptr()
-            for tensor, size in zip(tensors, sizes, strict=True):
-                memmove(tensor.data_ptr(), place, size)  # 0.4 µs; copy_ takes 1 µs with the view that it needs
-                place += size
-
-        return flat, copy
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of later calls, if the library itself ends them by it."""

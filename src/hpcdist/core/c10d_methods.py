@@ -24,7 +24,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.device_backend import DeviceBackend
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue
+from hpcdist.core.issue import begin_all, issue
 from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.printing import shown
@@ -123,12 +123,12 @@ class C10dMethods(Group):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine each tensor of a list over all ranks, in place."""
-        given = as_tensors(tensors, "tensors", writable=True)
+        given = tensors if tensors.__class__ is list else as_tensors(tensors, "tensors", writable=True)
         if not given:
             raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
-        is_complex = next((each for each in given if each.is_complex()), None)
+        is_complex = next(filter(torch.is_complex, filter(torch.is_tensor, given)), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
-        return self._begin(several.reduce_together(self, given, op, is_async), given)
+        return self._begin(issue(table.ALL_REDUCE, self, given, given, op, None, is_async), given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
@@ -273,7 +273,7 @@ class C10dMethods(Group):
         if len(calls) == 1:  # as the functional collectives make of one tensor
             return self._begin(issue(row, self, inputs[0], outputs[0], op, None, is_async), outputs)
         works = map(self._begin, several.begin_each(self, calls, is_async), ([each.recv] for each in calls))
-        return several.begin_all(self, event, inputs, works, outputs)._whole()
+        return begin_all(self, event, inputs, works, outputs)._whole()
 
     def _root(self, call: str, opts: Any, root: Any) -> int:
         """Return the root that an options object or a number names, a rank of the group."""

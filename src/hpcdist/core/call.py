@@ -52,7 +52,9 @@ class Call(NamedTuple):
         are_lists = send.__class__ is recv.__class__ is list
         if send.__class__ is list:
             send = TensorList(send, self.send.dtype)
-        if recv.__class__ is list:
+        if self.recv is self.send:
+            recv = send
+        elif recv.__class__ is list:
             recv = TensorList(recv, self.recv.dtype)
         counts = self.counts
         if counts is not None and are_lists and len({*send.sizes, *recv.sizes}) == 1:

@@ -8,7 +8,8 @@ here, and nowhere else, and becomes one record that the backend carries out.
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -16,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from hpcdist.core import hooks, lists, profiling
+from hpcdist.core import buckets, hooks, lists, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
     PLAIN_TYPES,
@@ -25,6 +26,7 @@ from hpcdist.core.buffers import (
     allocate_flat,
     as_real,
     as_tensor,
+    as_tensors,
     check_dense,
     check_memory,
     check_parts,
@@ -63,7 +65,7 @@ from hpcdist.core.table import (
     Row,
     scaled,
 )
-from hpcdist.core.work import DoneWork, HeldWork, Work
+from hpcdist.core.work import AllWork, DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
 
 NUMEL = torch.Tensor.numel
@@ -86,13 +88,12 @@ def issue(
         row: which one.
         group: a Group, None for the default one, or NON_GROUP_MEMBER.
         send: what to read, a tensor or a list of one a rank; the same object as ``recv`` for a call in place, None if
-            this rank does not send.
+            this rank does not send. An all_reduce takes a list of any tensors, in place, and reduces each.
         recv: what to write, likewise; None if this rank does not receive.
         op: how values are combined, for rows that reduce; None for others.
         root: a rank of the group, for rooted rows; None for others.
         async_op: begin only, and return a Work.
-        counts: elements to and from each rank, of all_to_all_single rows of dimension 0; of an all_reduce of several
-            tensors as one those of each.
+        counts: elements to and from each rank, of all_to_all_single rows of dimension 0.
 
     Returns:
         The Work if ``async_op``, else None; None too if this rank is not in the group.
@@ -145,7 +146,7 @@ def issue(
                     if recv.__class__ is list:  # the caller may change it before the call is carried out
                         recv = result = recv.copy()
                     if send.__class__ is list:
-                        send = send.copy()
+                        send = recv if known.in_place else send.copy()
                     first = tensor[0] if tensor.__class__ is list else tensor
                     is_large = first is not None and first.nbytes >= known.large_from
                     return queue.put(known.run_queued, result, is_large, record, (send, recv))
@@ -170,7 +171,8 @@ def issue(
                 return None
     sides = send.__class__, recv.__class__
     if list in sides:
-        read, written = (on_memory(each) if has_arrays(each) else each for each in (send, recv))
+        read = on_memory(send) if has_arrays(send) else send
+        written = read if recv is send else on_memory(recv) if has_arrays(recv) else recv
         if read is not send or written is not recv:
             return issue(row, pg, read, written, op, root, async_op, counts)
     elif ARRAY in sides:  # that had more to do
@@ -183,11 +185,20 @@ def issue(
 def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     """Run or begin a collective on anything that a caller may give: the general way of ``issue``."""
     row, send, recv, *_ = made = call
-    pg = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
+    pg: Any = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
     if pg is None:
         return None
-    if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
-        made = lists.arranged(pg, call, async_op)
+    if send.__class__ is list or recv.__class__ is list:
+        if row is ALL_REDUCE:
+            return all_reduce_list(pg, call, async_op)
+        if row in lists.ARRANGED:
+            made = lists.arranged(pg, call, async_op)
+    return issue_made(pg, call, made, async_op)
+
+
+def issue_made(pg: Group, call: Call, made: Call, async_op: bool) -> Work | None:
+    """Run or begin a collective that was made of a caller's, with its lists as the library takes them."""
+    row, send = made.row, made.send
     if pg.coalescing is not None:
         check(pg, made)
         held = HeldWork()
@@ -202,12 +213,38 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     elif row.buffers == 0:
         backend = pg.any_backend()
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
-        return all_reduce_sparse(pg, call, async_op)
+        return all_reduce_sparse(pg, made, async_op)
     else:
         backend, made = staged(pg, made, async_op)
     work = dispatch(pg, backend, made, async_op)
     if call.finish is None and (pg.journal.sequence % LOOKS == 0 or row.buffers == 0):
         pg.known.look(call, made, backend)
+    return work
+
+
+def all_reduce_list(pg: Group, call: Call, async_op: bool) -> Work | None:
+    """Run or begin the all_reduce of each tensor of a list, in as few calls as their sizes allow, as one Work."""
+    if not hooks.is_profiled() and (made := buckets.whole(pg, call)) is not None:
+        return issue_made(pg, call, made, async_op)
+    tensors = as_tensors(call.send, "tensors", writable=True)
+    calls = buckets.in_buckets(pg, call, tensors, check, async_op)
+    work = begin_all(pg, "all_reduce", tensors, (issue_made(pg, each, each, async_op) for each in calls), tensors)
+    return work if async_op else None
+
+
+def begin_all(
+    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[Any]
+) -> Work:
+    """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
+    event = None
+    if inputs and hooks.is_profiled():
+        event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
+    with nullcontext() if event is None else profiling.as_one(event):
+        work = AllWork([work for work in calls if work is not None], result)
+    if event is not None:
+        work._ends(event)
+        if not work.is_completed():
+            work._pursue()  # the event ends though nobody waits
     return work
 
 

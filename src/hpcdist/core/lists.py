@@ -69,13 +69,18 @@ def to_write(
         flat = buffers.allocate_flat(outputs, dtype)
         return flat, buffers.make_unpack(flat, outputs)
     written = list(map(buffers.for_writing, outputs))
+    return TensorList(written, dtype), put_back(written, outputs)
+
+
+def put_back(written: list[torch.Tensor], outputs: list[torch.Tensor]) -> Callable[[], None] | None:
+    """Return what copies to a call's outputs those that were written in their place; None if none were."""
     copied = [pair for pair in zip(written, outputs, strict=True) if pair[0] is not pair[1]]
 
     def copy() -> None:
         for values, target in copied:
             buffers.put(values, target)
 
-    return TensorList(written, dtype), copy if copied else None
+    return copy if copied else None
 
 
 def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Collectives on several tensors of a rank: each a collective of its own, or all of them contributions to one.
 
-A coalesced call is one for the caller: an all_reduce or all_gather of each tensor, made in few calls, with one Work.
+A coalesced call is one for the caller, with one Work: such as an all_gather of each tensor.
 
 c10d's methods of a group take lists of tensors too, such as one for each of a rank's devices (gloo defines what they
 mean), and so did the ``*_multigpu`` functions of earlier versions of torch. There every tensor counts as a contribution
@@ -10,130 +10,24 @@ sizes and dtypes of the tensors and how many there are, are the same on all rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from hpcdist.core import buffers, hooks, profiling, reduction, table
+from hpcdist.core import buffers, reduction, table
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import check, check_sparse, issue, issue_any
+from hpcdist.core.issue import begin_all, check, check_sparse, issue, issue_any
 from hpcdist.core.lists import check_lengths, flatten
 from hpcdist.core.ranks import as_int
-from hpcdist.core.reduction import canonical, is_done_by_parts
-from hpcdist.core.table import Counts, Row
-from hpcdist.core.work import AllWork, Work
-
-BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
-ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it would cost more than a call
-COALESCED = "all_reduce_coalesced"
+from hpcdist.core.reduction import canonical
+from hpcdist.core.table import Row
+from hpcdist.core.work import Work
 
 Tensors = Sequence[torch.Tensor]
-
-
-def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: Any) -> list[list[int]]:
-    """Return which tensors are reduced by one call, as indices into the list.
-
-    Only dtypes, device types and numbers of elements are looked at, which are the same on all ranks. Dense tensors of
-    one kind that fit into one bucket go together; of more, the small ones fill buckets in their order. Complex tensors
-    are of the kind of their parts if an op combines these, because another rank may give the parts. Raises what an
-    all_reduce of one of them would raise before it is sent.
-    """
-    by_parts = is_done_by_parts(canonical(op))
-    kinds: dict[tuple[torch.dtype, str], list[int]] = {}
-    checked: set[tuple[torch.dtype, str]] = set()
-    made: list[list[int]] = []
-    for index, tensor in enumerate(tensors):
-        kind = (buffers.real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
-        if tensor.layout is not torch.strided or kind not in checked:
-            check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
-            checked.add(kind)
-        elif not tensor.data_ptr():
-            buffers.check_memory(tensor)
-        if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
-            made.append([index])
-        else:
-            kinds.setdefault(kind, []).append(index)
-    for alike in kinds.values():
-        sizes = [tensors[index].nbytes for index in alike]
-        if sum(sizes) <= BUCKET_BYTES:
-            made.append(alike)
-            continue
-        bucket: list[int] = []
-        filled = 0
-        for index, nbytes in zip(alike, sizes, strict=True):
-            if nbytes >= ALONE_BYTES:
-                made.append([index])
-                continue
-            if filled + nbytes > BUCKET_BYTES:
-                made.append(bucket)
-                bucket, filled = [], 0
-            bucket.append(index)
-            filled += nbytes
-        if bucket:
-            made.append(bucket)
-    return made
-
-
-def counts_of(sizes: list[int], itemsize: int) -> Counts | None:
-    """Return the elements of several tensors of so many bytes, which a call has of them; None of a single tensor."""
-    return None if len(sizes) == 1 else ([size // itemsize for size in sizes],) * 2
-
-
-def bundle_of(pg: Group, tensors: list[Any]) -> tuple[list[int], Counts | None] | None:
-    """Return the bytes of each tensor, and the counts of the call that reduces all, if one bucket holds them.
-
-    None unless they are contiguous CPU tensors of one dtype.
-    """
-    for is_like, sizes, counts in pg.known.get(COALESCED, ()):
-        if len(sizes) == len(tensors) and is_like(*tensors):
-            return sizes, counts
-    listed = buffers.as_list(tensors, getattr(tensors[0], "dtype", None)) if tensors else None
-    if listed is None or listed.nbytes > BUCKET_BYTES:
-        return None
-    sizes, counts = listed.sizes, counts_of(listed.sizes, listed.itemsize)
-    if hooks.likeness is not None and pg.known.is_again(COALESCED, sizes):
-        pg.known.keep(COALESCED, (hooks.likeness(*tensors), sizes, counts))
-    return sizes, counts
-
-
-def reduce_plain(pg: Group, tensors: list[Any], op: Any) -> bool:
-    """Reduce contiguous CPU tensors of one bucket at once, copied by the library; False unless they are such.
-
-    The call is the one that ``reduce_together`` makes of the same sizes on a rank whose tensors are not contiguous.
-    """
-    # a library that makes many calls one needs no copies for it; an event of the profiler has the shape of each
-    if pg.cpu is None or pg.cpu.has_groups or hooks.is_profiled():
-        return False
-    if (found := bundle_of(pg, tensors)) is None:
-        return False
-    sizes, counts = found
-    pg.cpu.settle()  # an asynchronous call may still write what is read here
-    flat, copy = pg.cpu.bundle(tensors, sizes)
-    issue(table.ALL_REDUCE, pg, flat, flat, op, counts=counts)
-    copy()
-    return True
-
-
-def reduce_together(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Work:
-    """Run or begin the all_reduces of many tensors, one for each bucket, as one Work."""
-    return begin_all(pg, "all_reduce", tensors, reductions(pg, tensors, op, async_op), tensors)
-
-
-def reductions(pg: Group, tensors: list[torch.Tensor], op: Any, async_op: bool) -> Iterator[Work | None]:
-    for bucket in buckets(pg, tensors, op):
-        together = [tensors[index] for index in bucket]
-        begins = is_begun(pg, together[0], async_op)
-        if len(together) == 1:
-            yield issue_any(Call(table.ALL_REDUCE, together[0], together[0], op), pg, begins)
-            continue
-        flat = flatten(pg, together, buffers.same_dtype(*together), begins)
-        counts, then = counts_of([each.nbytes for each in together], flat.itemsize), buffers.make_unpack(flat, together)
-        yield issue_any(Call(table.ALL_REDUCE, flat, flat, op, None, counts, then, together), pg, begins)
 
 
 def is_begun(pg: Group, tensor: Any, async_op: bool) -> bool:
@@ -172,22 +66,6 @@ def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Wor
 def as_shown(lists: Sequence[Tensors]) -> list[Any]:
     """Return the output lists of a call as the future of c10d's Work has them: one by itself, several as lists."""
     return list(lists[0]) if len(lists) == 1 else [list(each) for each in lists]
-
-
-def begin_all(
-    pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[Any]
-) -> Work:
-    """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
-    event = None
-    if inputs and hooks.is_profiled():
-        event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
-    with nullcontext() if event is None else profiling.as_one(event):
-        work = AllWork([work for work in calls if work is not None], result)
-    if event is not None:
-        work._ends(event)
-        if not work.is_completed():
-            work._pursue()  # the event ends though nobody waits
-    return work
 
 
 def check_root_tensor(call: str, index: Any, length: int) -> int:

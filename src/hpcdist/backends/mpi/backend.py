@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import SPLIT_SAID, CallCheck
 from hpcdist.backends.mpi.collectives import Collectives
 from hpcdist.backends.mpi.communicator import Communicator
@@ -74,7 +73,6 @@ class MPIBackend(Backend):
         self.collectives.check = self.check if self.size > 1 else None
         self.membership = MPIMembership(self.communicator, self.over)
         self.windows = MPIWindows(self.communicator, self.objects)
-        self._bundler: Bundler | None = None
         self._is_closed = False
         # calls go to the parts themselves, not through a method here
         self.run = self.collectives.run
@@ -103,12 +101,6 @@ class MPIBackend(Backend):
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
         """Return what runs a collective again: only MPI's call, if that is all there is to do."""
         return self.collectives.prepare(call), None
-
-    def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return small tensors as one, copied by MPI."""
-        if self._bundler is None:
-            self._bundler = Bundler()
-        return self._bundler.bundle(tensors, sizes)
 
     def worker(self) -> Queue:
         """Begin the thread that carries out asynchronous calls, beside others of this rank."""
@@ -178,8 +170,6 @@ class MPIBackend(Backend):
             steps += [self.collectives.close, self.communicator.receives.close]
             if not self.communicator.is_revoked():  # to free it would wait for the dead
                 steps.append(self.communicator.close_private)
-            if self._bundler is not None:
-                steps.append(self._bundler.close)
             if not self.unfinished:  # else they are driven until they have ended
                 steps.append(partial(PROGRESS.leave, self.communicator))
             steps.append(partial(retire, self.comm, self.unfinished))

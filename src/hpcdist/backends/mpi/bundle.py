@@ -16,33 +16,37 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, memory
-from hpcdist.core.buffers import check_memory
+from hpcdist.core.buffers import check_memory, new_memory
 
 
 class Bundler:
     """Copies the small tensors of one group's calls; one thread at a time, as in collectives of one communicator."""
 
     def __init__(self) -> None:
-        self.alone = MPI.COMM_SELF.Dup()
+        self._alone: MPI.Intracomm | None = None
         self._seen: tuple[Any, ...] = ()  # addresses, sizes and dtype of the tensors that the two below were made for
         self._datatype = MPI.DATATYPE_NULL
         self._flat: torch.Tensor | None = None
 
-    def bundle(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the elements of contiguous CPU tensors of one dtype in one tensor, and what copies them back.
+    def bundle(
+        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return the elements of contiguous CPU tensors in one tensor of a dtype, and what copies them back.
 
         ``sizes`` are the bytes of each. The next call may use the tensor again.
         """
-        addresses, dtype = list(map(torch.Tensor.data_ptr, tensors)), tensors[0].dtype
+        if self._alone is None:
+            self._alone = MPI.COMM_SELF.Dup()
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
         flat = self._flat
         if flat is None or self._seen != (addresses, sizes, dtype):
             check_memory(*tensors)
             self._forget()
             self._datatype = BYTE.Create_hindexed(sizes, addresses).Commit()
-            self._flat = flat = torch.empty(sum(sizes) // dtype.itemsize, dtype=dtype, device="cpu")
+            self._flat = flat = new_memory(torch.Size([sum(sizes) // dtype.itemsize]), dtype)
             self._seen = (addresses, sizes, dtype)
         many, one = [MPI.BOTTOM, 1, self._datatype], [memory(flat), BYTE]
-        copy = self.alone.Sendrecv
+        copy = self._alone.Sendrecv
         copy(many, 0, 0, one, 0, 0)
         return flat, partial(copy, one, 0, 0, many, 0, 0)
 
@@ -54,4 +58,5 @@ class Bundler:
     def close(self) -> None:
         """Free the communicator and the datatype."""
         self._forget()
-        self.alone.Free()
+        if self._alone is not None:
+            self._alone.Free()

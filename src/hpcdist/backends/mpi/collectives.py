@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, buffer_of_runs, message
@@ -49,10 +50,17 @@ class Collectives:
         self._vectors = Vectors(communicator, self._exchange)
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(communicator, self.plans)
+        self._bundler = Bundler()
         self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:
         """Run one collective to its end; CallsDifferError if another rank makes another call."""
+        if call.recv is call.send and call.send.__class__ is TensorList:
+            listed = call.send
+            flat, copy = self._bundler.bundle(listed.tensors, listed.sizes, listed.dtype)
+            self.run(call._replace(send=flat, recv=flat))
+            copy()
+            return
         if self.check is None:
             self.carry_out(call)
             return
@@ -183,6 +191,8 @@ class Collectives:
 
         What follows from the looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
         """
+        if call.recv is call.send and call.send.__class__ is TensorList:
+            return self._together(call)
         prepared = self._prepared(call)
         if prepared is None:
             return run_again(call, self.run)
@@ -196,6 +206,21 @@ class Collectives:
             prepared = prepared._replace(function=run_and_check)
         said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
         return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
+
+    def _together(self, call: Call) -> Run:
+        """Return what reduces the tensors of a list as one."""
+        listed = call.send
+        flat = torch.empty(listed.shape, dtype=listed.dtype, device="meta")
+        run, bundle, sizes, dtype = (
+            self.prepare(call._replace(send=flat, recv=flat)), self._bundler.bundle, listed.sizes, listed.dtype
+        )  # fmt: skip
+
+        def run_together(tensors: Any, _: Any) -> None:
+            flat, copy = bundle(tensors, sizes, dtype)
+            run(flat, flat)
+            copy()
+
+        return run_together
 
     def _prepared(self, call: Call) -> Prepared | None:
         """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
@@ -313,6 +338,7 @@ class Collectives:
     def close(self) -> None:
         """Leave the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
+        self._bundler.close()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
 
 
