@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.core.call_cache import LOOKS
 
 from .expected import same
 
@@ -200,3 +201,22 @@ def test_premultiplied_sums_in_a_manager_are_told_apart_on_all_ranks_alike(rank,
             dist.all_reduce(tensors[0], one)
             dist.all_reduce(tensors[1], other)
         assert [each[0].item() for each in tensors] == [2.0 * size] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_list_that_comes_again_may_change_once_the_call_has_begun(dtype, rank, size):
+    """Ranks whose tensors are strided take part in the same calls, however often these come."""
+
+    def made(lengths):
+        tensors = [torch.full((length,), rank + 1.0).to(dtype) for length in lengths]
+        return [torch.stack([each, each], 1)[:, 0] for each in tensors] if rank == size - 1 else tensors
+
+    for lengths in [[3, 4]] * 3 * LOOKS + [[3, 4, 5], [4, 3]] * LOOKS:
+        first, second = made(lengths), made(lengths)
+        listed = [*first]
+        begun = dist.all_reduce_coalesced(listed, async_op=True)
+        listed.clear()
+        dist.all_reduce_coalesced(second)
+        assert begun.wait()
+        for each in (*first, *second):
+            assert bool((each == size * (size + 1) / 2).all())

@@ -6,6 +6,7 @@ by its own functions; the sum of the two others is what torch would take with a 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -22,6 +23,7 @@ from hpcdist.torch_bridge import private_names
 SIZES = [4]
 PREPARED = 400  # calls after which a group has prepared for their repetition
 SHAPES = 12  # that a program may have in turn
+TENSORS = 20  # of a coalesced call
 LIMIT = "mpi4py + torch's part"
 
 Call = Callable[[], Any]
@@ -29,6 +31,7 @@ Call = Callable[[], Any]
 
 def measure(bench: Bench) -> None:
     """Time all calls at all sizes, each rank's tensor of so many bytes."""
+    warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)  # torch may end it some day
     for nbytes in bench.options.sizes or SIZES:
         count = max(1, nbytes // 4)
         by = calls(bench, count)
@@ -62,9 +65,13 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
     # each with as many elements as the tensors of many shapes have: a rank's share, and all shares
     arrays = cycle([(torch.ones(each).numpy(), torch.ones(each * size).numpy()) for each in sizes])
 
+    many, all_many = [torch.ones(count) for _ in range(TENSORS)], torch.ones(TENSORS * count).numpy()
+
     # raw MPI's
     all_reduce, all_gather = partial(comm.Allreduce, mpi.IN_PLACE, a), partial(comm.Allgather, a, all_a)
     reduce_scatter, all_to_all = partial(comm.Reduce_scatter_block, all_a, a), partial(comm.Alltoall, all_a, all_b)
+
+    all_reduce_flat = partial(comm.Allreduce, mpi.IN_PLACE, all_many)
 
     def all_reduce_many() -> None:
         comm.Allreduce(mpi.IN_PLACE, next(arrays)[0])
@@ -78,6 +85,7 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
         reduces, gathers, scatters = (
             partial(function, group=on) for function in (lib.all_reduce, lib.all_gather, lib.reduce_scatter)
         )
+        coalesced = partial(lib.all_reduce_coalesced, many, group=on)
         exchanges = partial(lib.all_to_all_single, everything, whole, group=on)
         gather_single = getattr(lib, "all_gather_single", None) or lib.all_gather_into_tensor
         scatter_single = getattr(lib, "reduce_scatter_single", None) or lib.reduce_scatter_tensor
@@ -93,6 +101,11 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
             "all_reduce, AVG": (all_reduce, partial(reduces, one, average)),
             "all_reduce, complex64": (all_reduce, partial(reduces, pairs)),
             "all_reduce, strided": (all_reduce, partial(reduces, strided)),
+            f"all_reduce_coalesced, {TENSORS} tensors": (all_reduce_flat, coalesced),
+            f"all_reduce_coalesced, {TENSORS} tensors, async_op and wait": (
+                all_reduce_flat,
+                lambda: coalesced(async_op=True).wait(),
+            ),
             "broadcast": (lambda: comm.Bcast(a), partial(lib.broadcast, one, 0, group=on)),
             "reduce": (lambda: comm.Reduce(a, b if is_root else None), partial(lib.reduce, one, 0, group=on)),
             "gather": (lambda: comm.Gather(a, root_of), partial(lib.gather, one, gathered, 0, group=on)),
