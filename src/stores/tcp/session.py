@@ -118,8 +118,10 @@ class Session:
             return
         if (size := max(map(len, keys))) > MAX_KEY:
             raise DistStoreError(f"a key of {size} bytes: the server's limit is {MAX_KEY}")
-        if (size := max(map(len, values))) > MAX_VALUE:
-            raise DistStoreError(f"{name_keys(keys)}: a value of {size} bytes: the server's limit is {MAX_VALUE}")
+        sizes = list(map(len, values))
+        if (size := max(sizes)) > MAX_VALUE:
+            key = name_keys([keys[sizes.index(size) % len(keys)]])  # one key may have two values
+            raise DistStoreError(f"{key}: a value of {size} bytes: the server's limit is {MAX_VALUE}")
 
     def call(
         self, verb: str, keys: Sequence[bytes], limit: float | None, frame: bytes, read: Callable[[Connection], T]

@@ -32,11 +32,11 @@ _CHECK_ONE = _CHECK + _ONE
 _INIT_KEY = b"init/"  # counts the clients; the only key without a leading "/"
 _POLL_S = 0.01
 MAX_PORT = 65535
-# A multi_set goes out in requests of so many pairs, so that packing and storing may overlap; or of one if the values
-# are large, because torch's server reads a frame from its beginning again for each 64 KiB that arrive: a MULTI_SET of
+# A multi_set goes out in requests of so many pairs, so that packing and storing may overlap, and of about so many
+# bytes, because torch's server reads a frame from its beginning again for each 64 KiB that arrive: a MULTI_SET of
 # 16 MiB took it 25 s.
 _PAIRS = 256
-_LARGE_FRAME = 1 << 20
+_FRAME_BYTES = 1 << 18
 _MOST_NAMED = 64  # a wait for more keys than this does not find out which of them are missing
 
 T = TypeVar("T")
@@ -286,7 +286,8 @@ class TCPStore(Store):
             return
         session, limit = self._session, self._limit
         session.check_sizes(names, given)
-        step = _PAIRS if sum(map(len, given)) < _LARGE_FRAME else 1
+        mean = sum(map(len, given)) // len(given)
+        step = max(min(_PAIRS, _FRAME_BYTES // (mean + 1)), 1)
         for at in range(0, len(names), step):
             some = names[at : at + step]
             frame = (_R[Request.MULTI_SET], _pack(len(some)), *string_parts(some, given[at : at + step]))
