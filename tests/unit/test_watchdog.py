@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +46,20 @@ def test_a_trace_that_is_due_is_written_before_the_job_is_aborted(watchdog: Watc
     watchdog._note_abort({"from": 0, "reason": "a call has not ended", "leaves": False})
     assert (tmp_path / f"trace_{RANK}").exists()
     assert watchdog.job_end.is_known
+
+
+def test_what_was_printed_is_written_before_the_process_ends(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks under Hydra print to a pipe, and so to a buffer."""
+    written, statuses = io.BytesIO(), list[int]()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    print("was here")
+    watchdog.job_end.note("another rank has left", leaves=True)
+    assert not written.getvalue()
+    watchdog.job_end.exit_if_known()
+    assert (written.getvalue(), statuses) == (b"was here\n", [1])
 
 
 def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdog: Watchdog) -> None:

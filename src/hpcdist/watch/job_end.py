@@ -110,6 +110,8 @@ class JobEnd:
             self._exit()
 
     def _exit(self) -> None:
+        with suppress(Exception):  # it is None, closed or broken
+            sys.stdout.flush()
         backend = None if WORLD.default is None else WORLD.default.any_backend()
         if self._hides_status and backend is not None and backend.faults.interrupts_all():
             backend.end_job(ABORT_STATUS)  # under ULFM mpirun returns the last status with which a process exits itself
