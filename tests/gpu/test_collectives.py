@@ -7,8 +7,10 @@ import torch
 import torch.distributed as c10d
 
 import hpcdist as dist
+from hpcdist.backends.nccl import calls
+from hpcdist.backends.nccl.library import load
 from hpcdist.core.reduction import KIND_OF
-from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.table import ALL_REDUCE, ROWS
 from tests.mpi.expected import MOVING, OPS, PAIRS, mathematics, same, values, widened
 
 PREMULTIPLIED = [(dtype, "PREMUL_SUM") for dtype in KIND_OF if dtype.is_floating_point or dtype.is_complex]
@@ -99,6 +101,32 @@ def test_moving_collectives(group, dtype, is_async, rank, size, device):
     run(dist.all_to_all, received, [mine[: length + uneven[rank]] for length in uneven])
     assert all_same(received, [each[: len(got)] for each, got in zip(everyones, received, strict=True)])
     run(dist.barrier)
+
+
+def test_an_older_nccl_gathers_and_scatters_by_messages(world, rank, size, device, monkeypatch):
+    monkeypatch.setattr(world.backend("cuda"), "_library", load()._replace(version=(2, 27, 3)))
+    group = dist.new_group()
+    made = group.backend("cuda")._calls
+    assert (made[ROWS["gather"]], made[ROWS["scatter"]]) == (calls.gather, calls.scatter)
+    whole = torch.arange(3.0 * size, device=device).view(size, 3)
+    for root in range(size):
+        gathered = list(torch.empty(size, 3, device=device)) if rank == root else None
+        dist.gather(whole[rank], gathered, root, group)
+        assert gathered is None or torch.equal(torch.stack(gathered), whole)
+        share = torch.empty(3, device=device)
+        dist.scatter(share, list(whole + root) if rank == root else None, root, group)
+        assert torch.equal(share, whole[rank] + root)
+    dist.destroy_process_group(group)
+
+
+def test_nccl_makes_the_op_of_a_factor_once_for_a_dtype(connect, device, monkeypatch):
+    group, made = connect(), []
+    comm = group.backend("cuda").communicators.group.comm
+    make = comm.create_pre_mul_sum
+    monkeypatch.setattr(comm, "create_pre_mul_sum", lambda *args: made.append(args[1].name) or make(*args))
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float64):
+        dist.all_reduce(torch.ones(2, dtype=dtype, device=device), c10d._make_nccl_premul_sum(0.375), group)
+    assert made == ["BFLOAT16", "FLOAT64"]
 
 
 def test_in_place_empty_strided_and_large(group, rank, size, device):

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.nccl.communicators import check_shrink
 from hpcdist.backends.nccl.library import SHRINK_SINCE, load
 from hpcdist.core.call import Call
+from hpcdist.core.table import ALL_REDUCE
 
 
 def test_messages_around_a_ring(group, rank, size, device):
@@ -37,10 +39,22 @@ def test_send_and_recv(two_ranks, group, dtype, rank, device):
         dist.send(tensor, 1, group)
         dist.isend(tensor, 1, group).wait()
     elif rank == 1:
-        for receive in (dist.recv, lambda *target: dist.irecv(*target).wait()):
+        for receive in (dist.recv, dist.irecv):
             target = torch.zeros(3, 2, device=device).to(dtype)[:, 0]
-            receive(target, 0, group)
+            source = receive(target, 0, group)
+            if receive is dist.irecv:
+                source.wait()
+                source = source.source_rank()
+            assert source == 0
             assert torch.equal(target, tensor)
+
+
+def test_messages_that_nccl_cannot_carry(world, rank, device):
+    tensor = torch.ones(1, device=device)
+    with pytest.raises(dist.DistBackendError, match="batch_isend_irecv"):
+        world.backend("cuda").isend(tensor, rank, 0)
+    with pytest.raises(dist.DistBackendError, match="name the sender"):
+        world.backend("cuda").recv(tensor, None, 0)
 
 
 def test_coalesced_calls(group, rank, size, device):
@@ -69,27 +83,38 @@ def test_subgroups(is_connected, rank, size, device):
         dist.all_reduce(torch.ones(1, device=device), group=parent)
     mine = dist.split_group(parent, [list(range(0, size, 2)), list(range(1, size, 2))] if size > 1 else [[0]])
     members = list(range(rank % 2, size, 2))
+    assert mine.backend("cuda").communicators.is_eager
     tensor = torch.full((3,), float(rank), device=device)
     dist.all_reduce(tensor, group=mine)
     assert tensor.tolist() == [sum(members)] * 3
+    last = parent.backend("cuda").split([[size - 1]], ["last"], timedelta(seconds=30))
+    assert (last is not None) == (rank == size - 1)
+    if last is not None:
+        last.close()
     dist.destroy_process_group(mine)
     dist.destroy_process_group(parent)
 
 
-def test_shrink(two_ranks, connect, rank, size, device):
-    group = connect()
-    if load().version < SHRINK_SINCE:
-        with pytest.raises(dist.DistBackendError, match="shrink needs NCCL"):
-            group.backend("cuda").shrink([(rank + 1) % size], "smaller", False)
-    elif rank != size - 1:
-        smaller = group.backend("cuda").shrink([size - 1], "smaller", False)
-        tensor = torch.ones(2, device=device)
-        from hpcdist.core.table import ALL_REDUCE
-
+@pytest.mark.parametrize("aborts", [False, True])
+def test_shrink(two_ranks, aborts, connect, rank, size, device):
+    group, tensor = connect(), torch.ones(2, device=device)
+    backend = group.backend("cuda")
+    with pytest.raises(ValueError, match=f"rank {rank}"):
+        backend.shrink([rank], "me")
+    with pytest.raises(dist.DistBackendError, match=r"shrink needs NCCL 2\.27"):
+        check_shrink([], rank, (2, 26, 5))
+    if rank != size - 1 and load().version >= SHRINK_SINCE:
+        work = dist.all_reduce(torch.ones(2, device=device), group=group, async_op=True) if aborts else None
+        smaller = backend.shrink([size - 1], "smaller", aborts)  # nobody waits for a rank that is gone
+        if work is not None:
+            with pytest.raises(dist.DistBackendError, match="shrinks the NCCL communicator without ranks"):
+                work.wait()
         smaller.run(Call(ALL_REDUCE, tensor, tensor, dist.ReduceOp.SUM))
         assert tensor.tolist() == [size - 1] * 2
         smaller.close()
     dist.barrier()
+    if aborts:
+        backend.faults.interrupt("a rank is gone")
 
 
 def test_a_split_waits_for_the_groups_own_calls_only(emulation, connect, gate, size, device):
@@ -143,6 +168,14 @@ def test_a_call_that_a_rank_never_makes_ends_at_the_timeout(two_ranks, is_async,
         with pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce"):
             dist.all_reduce(torch.ones(1, device=device), group=group)
         dist.barrier()
+
+
+def test_a_rank_that_comes_late_is_waited_for(two_ranks, connect, rank, size, device):
+    group, tensor = connect(timeout=timedelta(seconds=4)), torch.ones(1, device=device)
+    if rank == 1:
+        time.sleep(2)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "cuda:torch"])

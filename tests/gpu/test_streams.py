@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hpcdist as dist
-from hpcdist.core.call import Call
 
 SLEEP_CYCLES = 400_000_000  # a few tenths of a second
 
@@ -52,14 +51,15 @@ def test_a_wait_blocks_the_host_where_torchs_variable_says_so(connect, gate, dev
     assert work.is_completed()
 
 
-def test_a_barrier_of_nccl_waits_on_the_host(world, rank, size, device):
-    from hpcdist.core.table import BARRIER
-
-    torch.cuda._sleep(SLEEP_CYCLES)
-    before = torch.cuda.Event()
-    before.record()
-    world.backend("cuda").run(Call(BARRIER))
-    assert before.query()
+def test_a_barrier_with_device_ids_is_nccls_and_waits_on_the_host(gate, rank, size, device):
+    reached = torch.cuda.Event()
+    gate.close()
+    reached.record()
+    dist.barrier()  # MPI's
+    assert not reached.query()
+    threading.Timer(0.2, gate.open).start()
+    dist.barrier(device_ids=[device.index])
+    assert reached.query()
 
 
 def test_dropped_works_and_temporaries(rank, size, device):
@@ -91,8 +91,10 @@ def test_calls_launched_together_come_behind_the_streams_that_they_began_on(worl
 
 def test_the_future_of_a_work(rank, size, device):
     tensor = torch.ones(1 << 20, device=device)
-    doubled = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    work = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
     assert bool((doubled.wait() == 2 * size).all())
+    assert work.is_completed()  # and does not fulfil it a second time
 
 
 def test_several_works_as_one_on_two_streams(world, gate, rank, size, device):
@@ -125,15 +127,20 @@ def test_the_future_of_several_works(world, gate, rank, size, device):
         assert bool((each == 2 * size).all())
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_blocking_the_current_stream(several, world, gate, rank, size, device):
+@pytest.mark.parametrize("kind", ["one", "several", "barrier"])
+def test_blocking_the_current_stream(kind, world, gate, rank, size, device):
     tensor = torch.ones(1 << 20, device=device)
+    begin = {
+        "one": lambda: dist.all_reduce(tensor, async_op=True),
+        "several": lambda: world.allreduce_coalesced([tensor]),
+        "barrier": lambda: dist.barrier(device_ids=[device.index], async_op=True),
+    }[kind]
     gate.close()
-    work = world.allreduce_coalesced([tensor]) if several else dist.all_reduce(tensor, async_op=True)
+    work = begin()
     work.block_current_stream()
     assert not work.is_completed()
     gate.open()
-    assert bool((tensor * 2 == 2 * size).all())
+    assert bool((tensor * 2 == 2 * (1 if kind == "barrier" else size)).all())
 
 
 @pytest.mark.parametrize("is_async", [False, True])

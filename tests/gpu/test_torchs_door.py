@@ -114,6 +114,9 @@ def test_groups_of_a_world_that_is_bound_to_a_gpu(world, rank, size, device):
             tensor = torch.ones(3, device=device)
             c10d.all_reduce(tensor, group=group)
             assert tensor.tolist() == [members] * 3
+            if group is everyone and rank < 2 <= size:
+                (c10d.send if rank == 0 else c10d.recv)(tensor, 1 - rank, group=group)
+            assert not group.backend("cuda").communicators.pairs
             c10d.destroy_process_group(group)
     finally:
         world.bound_device_id = None

@@ -1,8 +1,6 @@
-"""The backend's tables and the stand-in's signatures, held against the real nccl4py."""
+"""The backend's tables, held against the real nccl4py."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch.distributed import ReduceOp
 from hpcdist.backends.nccl import datatypes
 from hpcdist.core import reduction
 from hpcdist.core.table import ALL_REDUCE
-from tests.fakes import fake_nccl as fake
 
 OPS = {
     name: getattr(ReduceOp.RedOpType, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -51,39 +48,6 @@ def test_the_ops_are_nccl4pys_and_none_is_left_out() -> None:
     for table in (datatypes.OPS, datatypes.BOOL_OPS, datatypes.COMPLEX_OPS):
         assert set(table.values()) <= {each.name for each in core.NcclRedOp}
     assert set(datatypes.OPS.values()) == {each.name for each in core.NcclRedOp}
-
-
-def test_the_stand_ins_functions_are_nccl4pys_bindings() -> None:
-    nccl_core()
-    from nccl.bindings import nccl as bindings
-
-    for ours in fake.FUNCTIONS:
-        signature = getattr(bindings, ours.__name__).__doc__.splitlines()[0]
-        names = [each.split()[-1] for each in signature.partition("(")[2].rstrip(")").split(",")]
-        assert names == list(inspect.signature(ours).parameters), signature
-
-
-METHODS = (
-    "init", "split", "shrink", "create_pre_mul_sum", "get_async_error", "get_last_error", "finalize", "destroy",
-    "abort",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_stand_in_has_nccl4pys_signatures(name: str) -> None:
-    real = inspect.signature(getattr(nccl_core().Communicator, name)).parameters
-    ours = inspect.signature(getattr(fake.Communicator, name)).parameters
-    assert [(p.name, p.kind, p.default) for p in ours.values()] == [(p.name, p.kind, p.default) for p in real.values()]
-
-
-def test_the_stand_ins_enums_are_nccl4pys() -> None:
-    core = nccl_core()
-    for name in ("NcclDataType", "NcclRedOp", "CommShrinkFlag"):
-        assert {e.name: int(e) for e in getattr(fake, name)} == {e.name: int(e) for e in getattr(core, name)}
-    for name in ("get_unique_id", "group"):
-        assert list(inspect.signature(getattr(fake, name)).parameters) == list(
-            inspect.signature(getattr(core, name)).parameters
-        )
 
 
 def test_a_result_in_progress_is_nccls_number() -> None:
