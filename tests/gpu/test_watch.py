@@ -186,9 +186,9 @@ def test_a_call_does_not_reach_a_communicator_that_ended_just_before(backend, li
         call()
 
 
-def test_a_call_whose_kernel_ended_by_the_abort_has_failed(backend, link, call, gate, monkeypatch):
+def test_calls_that_an_abort_ends_have_failed_while_it_goes_on_and_after_it(backend, link, call, gate, monkeypatch):
     gate.close()
-    polled, waited = call(), call()
+    polled, waited, hung = call(), call(), call()
     abort, seen = link.comm.abort, []
 
     def end_kernels():  # and the main thread goes on before the watchdog's does
@@ -199,8 +199,10 @@ def test_a_call_whose_kernel_ended_by_the_abort_has_failed(backend, link, call, 
         seen.append(abort())
 
     monkeypatch.setattr(link.comm, "abort", end_kernels)
-    backend.faults.interrupt(LATE)
+    assert hung._interrupt(LATE)
     assert seen == [(False, backend.communicators.ended), None]
+    assert hung.is_completed()  # before the device has come past it
+    assert backend.pending() == []
     gate.open()
 
 
@@ -323,7 +325,7 @@ def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing(b
 
 
 def test_communicators_are_ended_in_one_order_on_all_ranks_and_forgotten_while_another_thread_looks():
-    made = communicators.Communicators(2, 4, None, None)
+    made = communicators.Communicators(2, 4, None)
 
     class Peer(int):
         def __lt__(self, other):  # as they are put in order

@@ -41,18 +41,17 @@ class NCCLBackend(Backend):
     name: ClassVar[str] = "nccl"
     has_groups: ClassVar[bool] = True
 
-    def __init__(self, rank: int, size: int, library: Library, store: Any = None, cuda: Any = torch.cuda) -> None:
+    def __init__(self, rank: int, size: int, library: Library, store: Any = None) -> None:
         self.rank = rank
         self.size = size
-        self.communicators = self.faults = Communicators(rank, size, library, cuda)
+        self.communicators = self.faults = Communicators(rank, size, library)
         self.objects = TensorObjects(self)
         self._library = library
-        self._cuda = cuda
         self._owned_peer: Backend | None = None
         self._given: finding.Channel | None = None if store is None else finding.StoreChannel(store, rank)
         self.batch = Batch(self._launch)
         self._calls: dict[Row, Function] = calls_of(library)
-        self._reductions = datatypes.Reductions(library, cuda)
+        self._reductions = datatypes.Reductions(library)
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
         self._token: torch.Tensor | None = None  # what a barrier reduces
 
@@ -78,7 +77,7 @@ class NCCLBackend(Backend):
         """The GPU that the group is on; before it is connected, the current one."""
         for link in self.communicators.links():
             return link.streams.device
-        return torch.device("cuda", self._cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device())
 
     def connect_device(self, device: torch.device) -> None:
         """Make the group's communicator on a GPU, if there is none yet, and let messages go over it too."""
@@ -330,7 +329,7 @@ class NCCLBackend(Backend):
         return self.options or self.communicators.options
 
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
-        child = type(self)(list(ranks).index(self.rank), len(ranks), self._library, None, self._cuda)
+        child = type(self)(list(ranks).index(self.rank), len(ranks), self._library)
         child.peer = child._owned_peer = owned
         child.communicators.options = self._childs_options
         channel = self._channel()

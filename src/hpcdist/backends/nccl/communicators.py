@@ -46,7 +46,7 @@ class Link(NamedTuple):
 class Communicators(Faults):
     """The communicators of one process group."""
 
-    def __init__(self, rank: int, size: int, library: Library, cuda: Any) -> None:
+    def __init__(self, rank: int, size: int, library: Library) -> None:
         self.rank = rank
         self.size = size
         self.group: Link | None = None  # the communicator of all ranks, once there is one
@@ -57,7 +57,6 @@ class Communicators(Faults):
         self.options: Any = None  # c10d's, of all of these communicators
         self._is_ending = False
         self._library = library
-        self._cuda = cuda
 
     # -- how they come ---------------------------------------------------------------------------------
 
@@ -79,14 +78,14 @@ class Communicators(Faults):
 
     def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
         """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have come."""
-        with self.failing("connect"), self._cuda.device(device):
+        with self.failing("connect"), torch.cuda.device(device):
             comm = self._library.core.Communicator.init(size, rank, ids, *config_of(self._library, self.options))
         return self.adopt(comm, device, peer)
 
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
-        streams = Streams(device, self.interrupt, self._library.beside_captures, self._cuda, is_high)
+        streams = Streams(device, self.interrupt, self._library.beside_captures, torch.cuda, is_high)
         link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met

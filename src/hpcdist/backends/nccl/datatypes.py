@@ -92,9 +92,8 @@ def bits(factor: float, dtype: torch.dtype) -> Any:
 class Reductions:
     """What has been found out about the reductions of a group."""
 
-    def __init__(self, library: Library, cuda: Any) -> None:
+    def __init__(self, library: Library) -> None:
         self._library = library
-        self._cuda = cuda
         self._allowed: set[tuple[Row, torch.dtype, Any]] = set()
         self._numbers = {each.name: int(each) for each in library.core.NcclRedOp}
         self._scalings: dict[tuple[torch.dtype, float], Any] = {}  # ops that NCCL has made for factors
@@ -109,7 +108,7 @@ class Reductions:
             self._allowed.add((row, dtype, op))
 
     def _reduces_float8(self, device: torch.device) -> bool:
-        return self._library.version >= FLOAT8_SINCE and self._cuda.get_device_capability(device) >= (9, 0)
+        return self._library.version >= FLOAT8_SINCE and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def prepare(self, values: torch.Tensor, op: Any) -> tuple[torch.Tensor, int | None, float | None]:
         """Return the values to reduce, and NCCL's op, or the factor of a PREMUL_SUM: 1 if the values are multiplied."""

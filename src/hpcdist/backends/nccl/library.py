@@ -35,14 +35,11 @@ class Library(NamedTuple):
     bindings: Any  # ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts
     failures: tuple[type[Exception], ...]  # that both raise
     version: tuple[int, ...]  # the release of libnccl
-    driver: Any = None  # ``cuda.bindings.driver``, which comes with nccl4py
+    driver: Any  # ``cuda.bindings.driver``, which comes with nccl4py
 
     @contextmanager
     def beside_captures(self) -> Iterator[None]:
         """Let this thread query events inside although a graph is being captured, which a query would invalidate."""
-        if self.driver is None:
-            yield
-            return
         swap = self.driver.cuThreadExchangeStreamCaptureMode
         _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
