@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,14 @@ def test_a_gather_into_a_tensor_with_gaps_and_a_backward_array(is_async, world, 
             work = dist.gather_single(torch.full((2,), float(rank)), out if rank == 0 else None, async_op=is_async)
         assert work is None or work.wait()
         assert rank or out.tolist() == [each for each in range(size) for _ in range(2)]
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Recorder], ids=["plain", "mode"])
+def test_a_gather_into_a_tensor_by_its_methods_earlier_name(mode, world, rank, size):
+    out = torch.zeros(size)
+    with mode():
+        world.gather_into_tensor(out, torch.full((1,), float(rank))).wait()
+    assert rank or out.tolist() == [*range(size)]
 
 
 @pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])

@@ -349,9 +349,11 @@ def test_each_attribute_can_be_read(world):
 
 
 def test_hooks_are_refused_and_not_forgotten(world):
-    for register in (world.register_pre_hook, world.register_post_hook):
+    for register in (world.register_pre_hook, world.register_post_hook, world.register_abort_hook):
         with pytest.raises(RuntimeError, match="does not support hooks"):
             register(1, print)
+    with pytest.raises(RuntimeError, match="does not support hooks"):
+        world._register_on_completion_hook(print)
 
 
 def test_a_graph_does_not_wait_for_calls_begun_outside(world):

@@ -59,8 +59,11 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     get_reconfigure_handle = refused("get_reconfigure_handle", "hpcdist.elastic replaces ranks")
 
     # torch calls them below the methods that a group made in Python replaces, that is never
-    register_pre_hook = register_post_hook = refused(
+    register_pre_hook = register_post_hook = _register_on_completion_hook = refused(
         "hooks", "a TorchDispatchMode sees its calls as operators, torch.profiler as events"
+    )
+    register_abort_hook = unregister_abort_hook = refused(
+        "hooks of an abort", "an abort ends the calls under way, whose waits raise"
     )
 
     def _wait_for_pending_works(self) -> None:

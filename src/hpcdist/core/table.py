@@ -101,7 +101,7 @@ METHODS: dict[str, str | None] = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "gather": None,
-    "gather_single": None,
+    "gather_single": "gather_into_tensor",
     "scatter": None,
     "alltoall": None,
     "all_to_all_single": "alltoall_base",

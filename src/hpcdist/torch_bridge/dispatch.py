@@ -61,7 +61,7 @@ BELOW_MODES = "BackendSelect"  # a key of every call, below modes, subclasses an
 GROUP = "process_group"
 # an operator's name is, with an underscore, that of the method or its earlier one: the name of today by that
 EARLIER = {earlier: name for name, earlier in table.METHODS.items() if earlier is not None}
-METHOD_OF = {**EARLIER, "recv_any_source": "recv_anysource", "gather_into_tensor": "gather_single"}
+METHOD_OF = {**EARLIER, "recv_any_source": "recv_anysource"}
 FIELDS = {"reduce_op": "reduceOp", "root_rank": "rootRank", "root_tensor": "rootTensor", "async_op": "asyncOp"}
 NOT_ASKED = ("device_ids", "sparse_indices")
 
