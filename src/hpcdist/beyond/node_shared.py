@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
 from hpcdist.core.backend import Backend
@@ -78,8 +77,8 @@ def node_shared(
     """
     if (pg := world.member_group(group, "node_shared")) is None:
         return None
-    backend = carrier(pg, "node_shared")
-    with pg.journal.during("node_shared"):
+    with pg.during("node_shared"):
+        backend = pg.any_backend()
         requests = attempt(backend, "node_shared", lambda: request(shape, dtype))
         mine = requests[pg.rank()]
         for rank, other in enumerate(requests):

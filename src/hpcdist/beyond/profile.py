@@ -45,7 +45,7 @@ class Profile:
                 open(self._path, "w").close()
             except OSError as error:
                 problem = str(error)
-        with group.journal.during("profile"):
+        with group.during("profile"):
             problem = group.any_backend().objects.all_gather(problem, call="profile")[0]
             if problem is not None:
                 raise OSError(f"profile: rank 0 cannot write the timeline: {problem}")

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp
 
-from hpcdist.c10d.objects import carrier
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
 from hpcdist.core.buffers import (
@@ -63,10 +62,9 @@ class Window:
     def __init__(self, memory: Any, dtype: torch.dtype = torch.float32, group: Group | None = None) -> None:
         pg = world.resolve(group)
         backend = pg.backend("cpu")
-        carrier(pg, "Window")
         if backend.windows is None:
             raise RuntimeError(f"Backend {backend.name} does not support new_window: one-sided windows need MPI")
-        with pg.journal.during("Window"):
+        with pg.during("Window"):
             offers = attempt(backend, "Window", lambda: offer(memory, dtype))
             check_offers(offers)
             self.dtype = offers[0].dtype

@@ -37,10 +37,8 @@ def torchruns_variables() -> Iterator[None]:
         raise ValueError(
             f"{CALL}: MASTER_ADDR and MASTER_PORT are not set; call init_process_group before, or set them"
         )
-    carrier = group.any_backend()
-    carrier.settle()
-    with group.journal.during(CALL):
-        host, port = rendezvous.opened_by_rank_0(carrier, CALL, open_store)
+    with group.during(CALL):
+        host, port = rendezvous.opened_by_rank_0(group.any_backend(), CALL, open_store)
     given = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": host, "MASTER_PORT": port}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update({name: str(value) for name, value in given.items()})

@@ -138,10 +138,8 @@ def new_subgroups(
 
 def nodes(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
-    carrier = parent.any_backend()
-    carrier.settle()
-    with parent.journal.during("new_subgroups"):
-        keys = carrier.objects.all_gather(environment.node_key(), call="new_subgroups")
+    with parent.during("new_subgroups"):
+        keys = parent.any_backend().objects.all_gather(environment.node_key(), call="new_subgroups")
     return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
 
 

@@ -18,19 +18,8 @@ import torch
 
 from hpcdist.c10d.collectives import check_root, rooted
 from hpcdist.c10d.point_to_point import itself
-from hpcdist.core import hooks, world
-from hpcdist.core.backend import Backend
+from hpcdist.core import world
 from hpcdist.core.group import Group
-from hpcdist.core.journal import MESSAGES
-
-
-def carrier(pg: Group, call: str) -> Backend:
-    """Return the backend that carries a group's objects, free of queued calls and, for the level DETAIL, checked."""
-    backend = pg.any_backend()
-    backend.settle()
-    if hooks.compare is not None and call not in MESSAGES:
-        hooks.compare(pg, backend, call)
-    return backend
 
 
 def check_list(value: Any, name: str, length: int, what: str, is_read: bool = False) -> None:
@@ -59,9 +48,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
         return
     size = len(pg.ranks)
     check_list(object_list, "object_list", size, "one a rank of the group")
-    backend = carrier(pg, "all_gather_object")
-    with pg.journal.during("all_gather_object"):
-        object_list[:size] = backend.objects.all_gather(obj, weights_only)
+    with pg.during("all_gather_object"):
+        object_list[:size] = pg.any_backend().objects.all_gather(obj, weights_only)
 
 
 def gather_object(
@@ -88,9 +76,8 @@ def gather_object(
     pg, root = target
     if check_root(object_gather_list, "object_gather_list", "destination", pg, root):
         check_list(object_gather_list, "object_gather_list", len(pg.ranks), "one a rank of the group")
-    backend = carrier(pg, "gather_object")
-    with pg.journal.during("gather_object", root):
-        gathered = backend.objects.gather(obj, root, weights_only)
+    with pg.during("gather_object", root):
+        gathered = pg.any_backend().objects.gather(obj, root, weights_only)
     if gathered is not None and object_gather_list is not None:
         object_gather_list[: len(pg.ranks)] = gathered
 
@@ -119,9 +106,8 @@ def broadcast_object_list(
         return
     pg, root = target
     check_list(object_list, "object_list", 0, "any number", is_read=pg.rank() == root)
-    backend = carrier(pg, "broadcast_object_list")
-    with pg.journal.during("broadcast_object_list", root):
-        objects = backend.objects.broadcast(object_list, root, weights_only)
+    with pg.during("broadcast_object_list", root):
+        objects = pg.any_backend().objects.broadcast(object_list, root, weights_only)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"broadcast_object_list: the source's list has {len(objects)} entries, `object_list` on rank "
@@ -161,9 +147,8 @@ def scatter_object_list(
             f"Argument ``scatter_object_input_list`` must be a list of {len(pg.ranks)} objects, one a rank, on source "
             f"rank {root}; got {given!r:.80}"
         )
-    backend = carrier(pg, "scatter_object_list")
-    with pg.journal.during("scatter_object_list", root):
-        scatter_object_output_list[0] = backend.objects.scatter(scatter_object_input_list, root, weights_only)
+    with pg.during("scatter_object_list", root):
+        scatter_object_output_list[0] = pg.any_backend().objects.scatter(scatter_object_input_list, root, weights_only)
 
 
 def send_object_list(
@@ -192,9 +177,8 @@ def send_object_list(
     if peer == pg.rank():
         raise itself(pg, "destination")
     check_list(object_list, "object_list", 0, "any number", is_read=True)
-    backend = carrier(pg, "send_object_list")
-    with pg.journal.during("send_object_list", peer):
-        backend.objects.send(object_list, peer, weights_only)
+    with pg.during("send_object_list", peer):
+        pg.any_backend().objects.send(object_list, peer, weights_only)
 
 
 def recv_object_list(
@@ -227,9 +211,8 @@ def recv_object_list(
     if source == pg.rank():
         raise itself(pg, "source")
     check_list(object_list, "object_list", 0, "any number")
-    backend = carrier(pg, "recv_object_list")
-    with pg.journal.during("recv_object_list", source):
-        objects, sender = backend.objects.recv(source, weights_only)
+    with pg.during("recv_object_list", source):
+        objects, sender = pg.any_backend().objects.recv(source, weights_only)
     if len(objects) != len(object_list):
         raise RuntimeError(
             f"recv_object_list: the list sent has {len(objects)} entries, `object_list` {len(object_list)}"

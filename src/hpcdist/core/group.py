@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from hpcdist.core import errors
+from hpcdist.core import errors, hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import CallCache
-from hpcdist.core.journal import RING, Journal
+from hpcdist.core.journal import MESSAGES, RING, Journal
 from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work, check_timeout
 
@@ -178,6 +178,17 @@ class Group:
         if not self.backends:
             raise errors.destroyed(self)
         return next(iter(self.backends.values()))
+
+    def during(self, call: str, peer: int | None = None) -> AbstractContextManager[object]:
+        """Begin a call without a tensor, once those queued before it have ended; it blocks in the context returned.
+
+        At the debug level DETAIL it is compared with the other ranks' calls first. ``peer`` is its root or other rank.
+        """
+        backend = self.any_backend()
+        backend.settle()
+        if hooks.compare is not None and call not in MESSAGES:
+            hooks.compare(self, backend, call)
+        return self.journal.during(call, peer)
 
     def create_backends(
         self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Collection[str] | None = None

@@ -379,9 +379,7 @@ def store_of(group: Any) -> Store:
     from hpcdist.core.world import WORLD
 
     if WORLD.store is None:
-        carrier = group.any_backend()
-        carrier.settle()
-        with group.journal.during(OPEN):
-            WORLD.store = served(carrier, group.timeout)
+        with group.during(OPEN):
+            WORLD.store = served(group.any_backend(), group.timeout)
         SERVED[:] = [WORLD.store]
     return WORLD.store
