@@ -138,8 +138,7 @@ class P2POp:
                 f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
                 "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
             )
-        if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
-            tag = checked_tag(tag)
+        self.tag = checked_tag(tag)
         if tensor.__class__ is not torch.Tensor:
             as_tensor(tensor, "tensor")
         self.op = OPS[op]
@@ -147,7 +146,6 @@ class P2POp:
         self.group = pg = world.resolve(group)
         self.group_peer = rank = world.group_rank(pg, peer, group_peer)
         self.peer = pg.ranks[rank]
-        self.tag = tag
 
     def __repr__(self) -> str:
         me = self.group.rank()

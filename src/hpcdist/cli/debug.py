@@ -14,11 +14,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.cli.job_arguments import described, file, positive
+from hpcdist.cli.job_arguments import JobParser, file, positive
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m hpcdist debug", description=described(__doc__), allow_abbrev=False)
+def parser() -> JobParser:
+    made = JobParser("debug", __doc__)
     made.add_argument("job", nargs="?", help="a Slurm job's number, or HOST:PORT; your job on this machine without it")
     made.add_argument("--pid", type=int, help="a process of the job, where several run on this machine")
     made.add_argument("--once", action="store_true", help="print one picture and end")

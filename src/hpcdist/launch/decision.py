@@ -1,4 +1,7 @@
-"""Decision who started this process, for a world that is about to be made: contradictions are errors."""
+"""Decision who started this process, for a world that is about to be made: contradictions are errors.
+
+It is not a part of ``environment``, which commands use that start without torch: the errors are torch's classes.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Topology(NamedTuple):
 
 def read(root: Path = SYS, groups: str | None = None) -> Topology:
     """Return this node's topology; tests give another root than /sys, and the content of /proc/self/cgroup."""
-    nodes = {number(path): path for path in root.glob("devices/system/node/node[0-9]*")}
+    nodes = {int(path.name.removeprefix("node")): path for path in root.glob("devices/system/node/node[0-9]*")}
     domains = {domain: cpus(text(nodes[domain] / "cpulist")) for domain in sorted(nodes)}
     rows = {domain: map(int, text(nodes[domain] / "distance").split()) for domain in domains}
     about = root / "devices/system/cpu"
@@ -120,10 +120,6 @@ def text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def number(path: Path) -> int:
-    return int(re.sub(r"\D", "", path.name))
 
 
 def cpus(listed: str) -> set[int]:

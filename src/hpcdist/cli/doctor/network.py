@@ -50,10 +50,8 @@ def connect(host: str, port: int, word: bytes) -> str | float:
     """Connect and read the word; return the milliseconds it took, or what went wrong."""
     start = time.perf_counter()
     try:
-        with socket.create_connection((host, port), timeout=SECONDS) as link:
-            said = b""
-            while len(said) < len(word) and (part := link.recv(64)):
-                said += part
+        with socket.create_connection((host, port), timeout=SECONDS) as link, link.makefile("rb") as file:
+            said = file.read(len(word))
     except OSError as error:
         return str(error)
     return (time.perf_counter() - start) * 1e3 if said == word else "somebody else answers there"
