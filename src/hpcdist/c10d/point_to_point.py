@@ -47,12 +47,8 @@ def send(
     journal = pg.journal
     call = journal.message("send", data.shape, data.dtype, peer)
     event = profiling.begin(pg, backend, "send", [data], call) if hooks.is_profiled() else None
-    try:
-        with journal.blocking(call):
-            backend.send(data, peer, tag)
-    finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+    with journal.blocking(call) if event is None else journal.profiled(call, event):
+        backend.send(data, peer, tag)
 
 
 def recv(
@@ -84,12 +80,8 @@ def recv(
     journal = pg.journal
     call = journal.message("recv", data.shape, data.dtype, source)
     event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
-    try:
-        with journal.blocking(call):
-            sender = backend.recv(data, source, tag)
-    finally:
-        if event is not None:
-            event.__exit__(None, None, None)
+    with journal.blocking(call) if event is None else journal.profiled(call, event):
+        sender = backend.recv(data, source, tag)
     if finish is not None:
         finish()
     return pg.ranks[sender]

@@ -182,13 +182,7 @@ class Journal:
         is_message = what in MESSAGES
         call = self.message(what, None, None, root, limit) if is_message else self.collective(what, None, root, limit)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
-        blocking = self.blocking(call)
-        if event is None:
-            return blocking
-        both = ExitStack()  # the last one ends first
-        both.callback(event.__exit__, None, None, None)
-        both.push(blocking)
-        return both
+        return self.blocking(call) if event is None else self.profiled(call, event)
 
     def blocking(
         self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
@@ -201,6 +195,13 @@ class Journal:
         blocked = Blocked(*mark)
         self.further.append(blocked)
         return blocked
+
+    def profiled(self, call: tuple[Any, ...], event: hooks.Event) -> AbstractContextManager[object]:
+        """Return the context in which a call blocks, and at whose end its event in a profiler ends."""
+        both = ExitStack()  # the last one ends first
+        both.callback(event.__exit__, None, None, None)
+        both.push(self.blocking(call))
+        return both
 
     def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any, work: Any = None) -> None:
         """Run a function in which a call blocks, for latency without ``blocking``."""
