@@ -77,6 +77,10 @@ class Membership(ABC):
         """
 
     @abstractmethod
+    def all_finalize(self, finalizes: bool) -> bool:
+        """Return whether all ranks take part in the library's end; those that leave call, after the exit barrier."""
+
+    @abstractmethod
     def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
         """Leave the library's end out, in which all ranks take part, when this process ends.
 

@@ -152,6 +152,8 @@ class ProcessExit:
         if (last := last_call()) is not None:
             why = "this process ends without MPI_Finalize, which could crash under it"
             watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
+        if not membership.all_finalize(last is None):
+            leave_hydra()
             membership.skip_finalize(ends_well=True)
 
     def on_exception(self, *exception: Any) -> None:

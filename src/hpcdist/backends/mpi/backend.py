@@ -232,6 +232,10 @@ class MPIMembership(Membership):
         """Begin the exit barrier."""
         return runtime.exit_barrier()
 
+    def all_finalize(self, finalizes: bool) -> bool:
+        """Return whether all ranks finalise MPI."""
+        return runtime.all_finalize(finalizes)
+
     def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
         """Leave without MPI_Finalize, which waits for all ranks, and under which a call of another thread crashes."""
         runtime.skip_finalize()

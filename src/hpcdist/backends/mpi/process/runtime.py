@@ -32,6 +32,7 @@ from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
 from hpcdist.core.ranks import listed
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
 from hpcdist.launch.environment import Launch, detect
@@ -305,6 +306,22 @@ def exit_barrier() -> Callable[[], bool] | None:
             return True
 
     return is_complete
+
+
+def all_finalize(finalizes: bool) -> bool:
+    """Return whether all ranks finalise MPI; those that leave call it, after the exit barrier.
+
+    If one does not, MPI_Finalize never ends on another, or the launcher takes that one's end for a failure and kills
+    the others. Under ULFM each decides for itself: a rank that died since would be waited for.
+    """
+    from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
+
+    if ulfm.is_tolerant():
+        return finalizes
+    MPI, (comm,) = OWNED[0], OF_EXIT
+    flag = array("i", [finalizes])
+    wait_until(comm.Iallreduce(MPI.IN_PLACE, [flag, MPI.INT], MPI.MIN).Test)
+    return bool(flag[0])
 
 
 def prepare_exit_barrier(comm: Any) -> None:
