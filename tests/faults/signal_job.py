@@ -82,7 +82,15 @@ def interrupt() -> None:
     dist.all_reduce(values)
 
 
+def leave() -> None:
+    """Have rank 1 leave the program, and the other one much later."""
+    tell("ready")
+    if dist.get_rank() == 0:
+        time.sleep(60)
+    sys.exit()
+
+
 if __name__ == "__main__":
     dist.init_process_group()
-    {"stop": stop, "block": block, "wait": wait, "interrupt": interrupt}[sys.argv[1]](*sys.argv[2:])
+    {"stop": stop, "block": block, "wait": wait, "interrupt": interrupt, "leave": leave}[sys.argv[1]](*sys.argv[2:])
     dist.destroy_process_group()

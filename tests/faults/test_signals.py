@@ -98,3 +98,14 @@ def test_ctrl_c_ends_a_receive_and_a_collective_that_block(launcher: str) -> Non
         assert job.finish(30) != 0
         assert "SIGINT: recv from rank 0 on group '0', called at signal_job.py:" in job.stderr()
         assert "SIGINT: all_reduce #" in job.stderr()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ctrl_c_on_a_rank_that_has_left_ends_the_job(launcher: str) -> None:
+    with Job(launcher, 2, ["leave"], JOBS) as job:
+        job.expect("ready", 2)
+        time.sleep(0.5)
+        os.kill(job.pids()[1], signal.SIGINT)
+        assert job.finish(20) != 0
+        assert "[rank 1 of 2] uncaught exception" in job.stderr()
+        assert "KeyboardInterrupt" in job.stderr()

@@ -107,6 +107,13 @@ class ProcessExit:
             self.hook, sys.excepthook = sys.excepthook, self.on_exception
 
     def leave(self) -> None:
+        """Leave with all ranks; what a signal raises meanwhile aborts the job, as an exception of the program does."""
+        try:
+            self._leave()
+        except BaseException:  # MPI_Finalize would wait for the others, and they for this rank
+            sys.excepthook(*sys.exc_info())
+
+    def _leave(self) -> None:
         """End the queues, and wait until every rank leaves; abort the job if one waits for this one."""
         watchdog = RUNNING[0] if RUNNING else None
         if watchdog is None or self.backend is None:
