@@ -251,19 +251,18 @@ MUTANTS = [
     ),
     # -- watch: whether and when a call is ended, and what proves a death
     *Lines(f"{WATCH}/escalation.py", "unit/test_watch_states.py").broken(
-        (
-            "        self._watched = {id(each.record): each for each in kept}\n",
-            "        self._watched |= {id(each.record): each for each in kept}\n",
-        ),
+        ("    if was_interrupted:\n", "    if True:\n"),
+    ),
+    *Lines(f"{WATCH}/calls_under_way.py", "unit/test_watch_states.py").broken(
+        ("known.get(id(made.record), made)", "made"),
         (
             "        if self.state is State.RUNNING and now - self.first_seen >= limit:\n",
             "        if self.state is State.RUNNING:\n",
         ),
         ("        self.state, self.since = State.DUE, now\n", "        self.state = State.DUE\n"),
-        ("    if was_interrupted:\n", "    if True:\n"),
     ),
     *Lines(f"{WATCH}/watchdog.py", "faults/test_asking.py").broken(
-        ("        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):\n", "        else:\n")
+        ("        elif now >= self.reports.turn(collective, each.group.rank(), each.since):\n", "        else:\n")
     ),
     *Lines(f"{WATCH}/liveness.py", "unit/test_proof_of_death.py").broken(
         (" if error == errno.ECONNREFUSED}", " if error}"),

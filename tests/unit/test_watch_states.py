@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch import calls_under_way
+from hpcdist.watch.calls_under_way import State, UnderWay, under_way
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.escalation import (
     AGAIN_SECONDS,
     NEWS_SECONDS,
     STUCK_SECONDS,
     YIELD_SECONDS,
-    State,
-    Watched,
-    WatchedCalls,
     end_blocked,
     end_in_background,
 )
@@ -44,7 +42,10 @@ class Fake:
         has = set(facts.split())
         self.used: list[str] = []
         self.is_reported = "reported" in has
-        work = SimpleNamespace(_interrupt=way("cancel"))
+        record = ("a call",)
+        work = SimpleNamespace(_interrupt=way("cancel"), _call=record)
+        blocked = SimpleNamespace(call=record, work=work if "work" in has else None)
+        group = SimpleNamespace(journal=SimpleNamespace(blocked=lambda: [blocked]))
         backend = SimpleNamespace(
             ends_waits="ends_waits" in has,
             faults=SimpleNamespace(
@@ -53,7 +54,7 @@ class Fake:
             queue=SimpleNamespace(running=work if "running" in has else None, fail=way("give up")),
             outstanding=lambda: work if "on_device" in has else None,
         )
-        self.call: Any = UnderWay(None, None, backend, work if "work" in has else None, "work" in has)  # type: ignore[arg-type]
+        self.call = UnderWay(group, record, backend)  # type: ignore[arg-type]
         self.abort = way("abort")
 
     def attempt(self, action: Any, *arguments: Any) -> bool:
@@ -68,6 +69,7 @@ class Fake:
     def blocked(self) -> list[str | float]:
         """Return what is done, and the seconds that are given."""
         found: list[str | float] = []
+        self.call.thread = 1
         ways = end_blocked(self.call, "why", self.is_reported, self.attempt, self.abort)
         for seconds in chain(ways, [None]):
             found += self.used
@@ -79,8 +81,13 @@ class Fake:
 # -- calls ---------------------------------------------------------------------------------------------------
 
 
+def seen(now: float) -> UnderWay:
+    """Return a call that was first seen at a moment."""
+    return UnderWay(None, object(), None, first_seen=now)  # type: ignore[arg-type]
+
+
 def test_a_call_is_due_when_its_limit_is_over_until_it_is_asked_about() -> None:
-    watched = Watched(object(), 0.0)
+    watched = seen(0.0)
     assert [watched.is_due(now, LIMIT) for now in (0.0, 5.0, 9.9, 10.0, 10.5)] == [False] * 3 + [True] * 2
     assert watched.since == 10.0
     watched.state = State.ASKING
@@ -90,28 +97,19 @@ def test_a_call_is_due_when_its_limit_is_over_until_it_is_asked_about() -> None:
     assert watched.since == 31.0
 
 
-def test_a_call_that_ended_is_forgotten_and_one_with_its_place_in_memory_begins_again() -> None:
-    calls, record = WatchedCalls(), object()
-    calls.see([record], 0.0)
-    assert calls.of(record, 5.0).first_seen == 0.0
-    calls.see([], 5.0)
-    calls.see([record], 9.0)
-    assert calls.of(record, 12.0).first_seen == 9.0
-    assert not calls.any_due()
-    calls.of(record, 12.0).make_due(12.0)
-    assert calls.any_due()
-
-
-def test_the_time_in_which_the_process_stood_still_is_no_calls() -> None:
-    calls, record = WatchedCalls(), object()
-    calls.see([record], 0.0)
-    calls.forgive(100.0)
-    assert not calls.of(record, 101.0).is_due(100.0 + LIMIT - 0.1, LIMIT)
-    assert calls.of(record, 101.0).is_due(100.0 + LIMIT, LIMIT)
+def test_a_call_that_goes_on_is_the_same_object_and_one_that_ended_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, now = seen(0.0), [seen(0.0)]
+    now[0].record, now[0].thread = first.record, 7
+    monkeypatch.setattr(calls_under_way, "blocking", lambda: now)
+    assert under_way([first]) == [first]
+    assert first.thread == 7  # another thread waits for it
+    assert under_way([]) == now
 
 
 def test_a_call_is_not_overdue_any_more_once_the_rank_that_was_known_to_have_ended_has_answered() -> None:
-    watched = Watched(object(), 0.0)
+    watched = seen(0.0)
     assert watched.is_due(2.0, 2.0)
     watched.state = State.RUNNING
     assert not watched.is_due(3.0, LIMIT)
@@ -164,7 +162,7 @@ class Simulated:
         self.collective = Collective("0", 1, "all_reduce")
         self.waiting = [rank for rank in range(ranks) if rank not in absent]
         self.size = ranks
-        self.watched = {rank: Watched(object(), 0.0) for rank in self.waiting}
+        self.watched = {rank: seen(0.0) for rank in self.waiting}
         self.reports = {rank: Reports(lambda: self.now) for rank in self.waiting}
         self.asked: list[tuple[int, float]] = []
         self.ended: dict[int, float] = {}

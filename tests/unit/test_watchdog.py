@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.watch import calls_under_way
+from hpcdist.watch import watchdog as module
+from hpcdist.watch.calls_under_way import State
 from hpcdist.watch.report import Collective, Report
 from hpcdist.watch.signals import HANDLED
 from hpcdist.watch.watchdog import Watchdog
@@ -81,9 +82,9 @@ def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdo
 def test_a_call_made_after_a_ctrl_c_that_the_program_has_caught_is_left_alone(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = SimpleNamespace(record=("a call",))
-    monkeypatch.setattr(calls_under_way, "under_way", lambda: [call])
+    call = SimpleNamespace(state=State.RUNNING)
+    monkeypatch.setattr(module, "under_way", lambda _: [call])
     watchdog._on_signal(signal.SIGINT)
-    assert watchdog._found == [call.record]
+    assert watchdog._found == [call]
     watchdog._on_signal(HANDLED)
     assert watchdog._found == []

@@ -19,7 +19,6 @@ from hpcdist.core.agreement import lists_differ
 from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
-from hpcdist.watch import calls_under_way
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
@@ -67,12 +66,12 @@ class CallExchange:
 
     # -- once a second -------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def look(self, calls: list[UnderWay]) -> None:
         """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
         for log, ranks in self._live():
             self._send_failure(log, ranks)
             if log.failure is not None:
-                self._end_calls(log)
+                self._end_failed(log, calls)
             elif log.leader == log.rank and (place := log.place()) is not None:
                 number, times = self._sent.get(log, (-1, 0))
                 times = times + 1 if number == place.number else 1
@@ -92,11 +91,11 @@ class CallExchange:
             log.tells -= 1
             self._channel.send([ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
 
-    def _end_calls(self, log: CallLog) -> None:
+    def _end_failed(self, log: CallLog, calls: list[UnderWay]) -> None:
         now = time.monotonic()
         if now - self._failed_at.setdefault(log, now) < RETURN_SECONDS or log.failure is None:
             return
-        for each in calls_under_way.under_way():
+        for each in calls:
             if each.backend.call_log() is log and not each.call.is_message:
                 self._end_call(each, log.failure)
 
@@ -210,13 +209,13 @@ class Members:
         self._lasting: set[tuple[int, ...]] = set()  # and still are
         channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
 
-    def look(self) -> None:
+    def look(self, calls: list[UnderWay]) -> None:
         """Compare the groups whose making lasts with those that their members make."""
         made = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}
         self._lasting, self._before = made & self._before, made
         for mine in self._lasting:
             if (failure := self._difference(mine)) is not None:
-                for each in calls_under_way.under_way():
+                for each in calls:
                     if each.call.name == "create_group" and list(mine) in each.group.making:
                         self._end_call(each, failure)
 

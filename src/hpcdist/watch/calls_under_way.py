@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import threading
+import time
 from _thread import get_ident
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,16 +43,33 @@ LOOKING = threading.RLock()  # held while frames of other threads are read; a si
 CodeLine = tuple[CodeType, int]  # a function and a line of it
 
 
-class UnderWay(NamedTuple):
-    """A call that has begun and not ended."""
+class State(Enum):
+    """How far the watch over a call has come (``escalation``)."""
+
+    RUNNING = ""
+    DUE = "due"  # past its limit; this rank waits for its turn to ask, or for another one's report
+    ASKING = "asking"
+    ENDING = "reported"
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A call that has begun and not ended, and how far the watch over it has come; it does not keep tensors."""
 
     group: Group
     record: Any  # the call's, as the journal keeps it: the same object as long as the call is under way
     backend: Backend
-    work: Work | None  # of a call that a worker thread or a device is at, or of the wait that blocks
-    in_background: bool
-    thread: int = 0  # the identifier of the one that it blocks; 0 if a worker or a device is at it
+    thread: int = 0  # the identifier of the one that it blocks; 0 if a worker thread or a device is at it
     limit: float | None = None  # the seconds after which it ends by itself, if it has a limit of its own
+    first_seen: float = field(default_factory=time.monotonic)
+    state: State = State.RUNNING
+    since: float = 0.0  # when it became due
+    ways: Iterator[float] = field(default_factory=lambda: iter(()))  # to end its wait, and the seconds that each gets
+    next_at: float = math.inf  # when the next of them is due
+
+    @property
+    def in_background(self) -> bool:
+        return self.thread == 0
 
     @property
     def call(self) -> CallRecord:
@@ -60,20 +81,45 @@ class UnderWay(NamedTuple):
         own = self.call.limit
         return self.group.timeout.total_seconds() if own is None else own
 
+    @property
+    def work(self) -> Work | None:
+        """The Work of a call that a worker thread or a device is at, or of the wait that blocks."""
+        works = [each.work for each in self.group.journal.blocked() if each.call is self.record]
+        if self.in_background:
+            queue = self.backend.queue
+            works = [None if queue is None else queue.running, self.backend.outstanding()]
+        return next((each for each in works if each is not None and each._call is self.record), None)
+
     def is_own(self) -> bool:
         """Tell whether the thread that asks carries it out."""
         queue = self.backend.queue if self.in_background else None
         return get_ident() == (self.thread if queue is None else queue.carrier)
 
     def has_ended(self) -> bool:
-        if self.work is None or not self.in_background:
-            return all(each.call is not self.record for each in self.group.journal.blocked())
-        self.backend.outstanding()  # asks the device
-        return self.work.is_completed()
+        return all(each.record is not self.record for each in under_way())
+
+    def is_due(self, now: float, limit: float) -> bool:
+        """Tell whether the call has taken longer than it may, and nobody has asked about it yet."""
+        if self.state is State.RUNNING and now - self.first_seen >= limit:
+            self.make_due(now)
+        return self.state is State.DUE
+
+    def make_due(self, now: float) -> None:
+        """Wait for the turn to ask about the call, or for another rank's report."""
+        self.state, self.since = State.DUE, now
 
 
-def under_way() -> Iterator[UnderWay]:
-    """Return the calls that block now on each group: this rank's own, its worker threads', and its devices'.
+def under_way(seen: Iterable[UnderWay] = ()) -> list[UnderWay]:
+    """Return the calls that block now on each group; those that were seen before are the same objects."""
+    known, found = {id(each.record): each for each in seen}, dict[int, UnderWay]()
+    for made in blocking():
+        each = found[id(made.record)] = known.get(id(made.record), made)
+        each.backend, each.thread, each.limit = made.backend, made.thread, made.limit
+    return list(found.values())
+
+
+def blocking() -> Iterator[UnderWay]:
+    """Yield the calls that block now on each group: this rank's own, its worker threads', and its devices'.
 
     The end of a group waits for its devices. It is left out while one of them has a call, because to end that call
     ends the wait, and MPI's part of the end could not be taken out of it.
@@ -85,14 +131,14 @@ def under_way() -> Iterator[UnderWay]:
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:
-                yield UnderWay(group, running._call, backend, running, True)
+                yield UnderWay(group, running._call, backend)
             if (outstanding := backend.outstanding()) is not None and outstanding._call is not None:
-                yield UnderWay(group, outstanding._call, backend, outstanding, True)
+                yield UnderWay(group, outstanding._call, backend)
                 blocked = [each for each in blocked if each.call is not outstanding._call and each.call[2] != DESTROY]
         first = group.cpu if group.cpu is not None else next(iter(backends), None)
         for each in blocked:
             if first is not None and not isinstance(each.work, QueuedWork):
-                yield UnderWay(group, each.call, first, each.work, False, each.thread, each.limit)
+                yield UnderWay(group, each.call, first, each.thread, each.limit)
 
 
 def code_lines(frame: FrameType | None) -> Iterator[CodeLine]:

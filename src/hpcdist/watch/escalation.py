@@ -12,16 +12,11 @@ Nothing here reads a clock or asks a rank: the watchdog gives the time.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
 
 from hpcdist.core.errors import DistBackendError
+from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.liveness import NEWS_SECONDS
-
-if TYPE_CHECKING:
-    from hpcdist.watch.calls_under_way import UnderWay
 
 YIELD_SECONDS = 1.5  # how long a rank leaves it to the one that reported to end a call for all
 STUCK_SECONDS = 2.5  # how long a call that was made to raise may take for it
@@ -31,26 +26,17 @@ NO_THREAD = -1  # of a call in the background, where no receive blocks
 Attempt = Callable[..., bool]  # calls a function with arguments, and tells whether it took effect; it does not raise
 
 
-class State(Enum):
-    """How far the watch over a call has come."""
-
-    RUNNING = ""
-    DUE = "due"  # past its limit; this rank waits for its turn to ask, or for another one's report
-    ASKING = "asking"
-    ENDING = "reported"
-
-
 def end_in_background(each: UnderWay, reason: str, is_reported: bool, attempt: Attempt) -> bool:
     """Have the wait for a queued call raise, or end what a device is at, at once; False if neither goes on any more.
 
     A worker's thread stays in its call. ``is_reported`` says whether another rank has reported the call, and ends it.
     """
     backend, faults = each.backend, each.backend.faults
-    if backend.outstanding() is each.work:
+    if (work := each.work) is None:
+        return False
+    if backend.queue is None or backend.queue.running is not work:
         attempt(faults.interrupt, reason, NO_THREAD)
         return True
-    if backend.queue is None or backend.queue.running is not each.work:
-        return False
     if is_reported:
         attempt(faults.set_revoke_reason, reason)
     elif not backend.ends_waits:
@@ -71,7 +57,7 @@ def end_blocked(
     """
     backend, faults = each.backend, each.backend.faults
     # a receive whose message has begun to come may not be cancelled (MPI 3.8.4), and its sender may be stopped
-    if each.work is not None and attempt(each.work._interrupt, reason):
+    if (work := each.work) is not None and attempt(work._interrupt, reason):
         yield STUCK_SECONDS
     if backend.ends_waits:  # the library raises by itself
         return
@@ -86,50 +72,3 @@ def end_blocked(
         yield STUCK_SECONDS
     stuck, cannot = "a call that was interrupted has not ended", "MPI or NCCL cannot be taken out of a blocking call"
     abort(f"the job is aborted: {stuck if was_interrupted else cannot}")
-
-
-class Watched:
-    """One call under way, and how far the watch over it has come."""
-
-    def __init__(self, record: Any, now: float) -> None:
-        self.record = record  # the call's, kept so that no other call gets its id
-        self.first_seen = now  # when the watchdog saw it first
-        self.state = State.RUNNING  # how far the watch has come
-        self.since = now  # when it became due
-        self.ways: Iterator[float] = iter(())  # of ending its wait; each step takes one, and gives the seconds it gets
-        self.next_at = math.inf  # when the next of them is due
-
-    def is_due(self, now: float, limit: float) -> bool:
-        """Tell whether the call has taken longer than it may, and nobody has asked about it yet."""
-        if self.state is State.RUNNING and now - self.first_seen >= limit:
-            self.make_due(now)
-        return self.state is State.DUE
-
-    def make_due(self, now: float) -> None:
-        """Wait for the turn to ask about the call, or for another rank's report."""
-        self.state, self.since = State.DUE, now
-
-
-class WatchedCalls:
-    """All calls under way, by their records."""
-
-    def __init__(self) -> None:
-        self._watched: dict[int, Watched] = {}  # by id of the record
-
-    def see(self, records: Iterable[Any], now: float) -> None:
-        """Take note of the calls that are under way now, and forget those that have ended."""
-        kept = [self._watched.get(id(record)) or Watched(record, now) for record in records]
-        self._watched = {id(each.record): each for each in kept}
-
-    def of(self, record: Any, now: float) -> Watched:
-        """Return how far the watch over a call has come; over one that was not seen yet it begins."""
-        return self._watched.setdefault(id(record), Watched(record, now))
-
-    def forgive(self, seconds: float) -> None:
-        """Count some seconds, in which this process stood still, for no call."""
-        for each in self._watched.values():
-            each.first_seen += seconds
-
-    def any_due(self) -> bool:
-        """Tell whether a call waits for its turn to be asked about."""
-        return any(each.state is State.DUE for each in self._watched.values())

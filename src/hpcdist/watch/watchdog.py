@@ -36,11 +36,11 @@ from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange, Members
-from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.calls_under_way import State, UnderWay, under_way
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.datagrams import LARGEST, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
-from hpcdist.watch.escalation import State, Watched, WatchedCalls, end_blocked, end_in_background
+from hpcdist.watch.escalation import end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
@@ -69,7 +69,7 @@ class Watchdog:
         self.liveness = Liveness(self.channel)
         self.recorder = Recorder(name)
         self.signals = Signals()
-        self.calls = WatchedCalls()
+        self.calls: list[UnderWay] = []  # under way, when they were looked at last
         self.reports = Reports()
         self.inspection = Inspection()
         self.job_end = JobEnd(self.liveness, self.say)
@@ -78,7 +78,7 @@ class Watchdog:
         self.has_left = False  # whether the calls that it had queued have ended too
         self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
         self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as in answers
-        self._found: list[Any] = []  # records of the calls that the last SIGINT found under way
+        self._found: list[UnderWay] = []  # the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._next_look = 0.0
@@ -122,7 +122,8 @@ class Watchdog:
                 if time.monotonic() >= self._next_look:
                     self._next_look = time.monotonic() + SHORTEST_TICK  # also if a look raises
                     self.look()
-                    self._next_look = time.monotonic() + (SHORTEST_TICK if self.calls.any_due() else self.tick())
+                    is_one_due = any(each.state is State.DUE for each in self.calls)
+                    self._next_look = time.monotonic() + (SHORTEST_TICK if is_one_due else self.tick())
             except Exception as error:  # without this thread nobody would notice a hang
                 with suppress(Exception):  # there may be no memory for it
                     self._note_failure(error)
@@ -141,7 +142,8 @@ class Watchdog:
         debug_socket, began = self._debug_socket, time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
-            self.calls.forgive(late)
+            for each in self.calls:
+                each.first_seen += late
             meeting = self.meeting
             if meeting is not None:
                 meeting.since += late
@@ -174,34 +176,38 @@ class Watchdog:
             self._next_second = now + LONGEST_TICK
             if not self.leaving and WORLD.default is not None:
                 self.liveness.look()
-            self.call_exchange.look()
-            self._members.look()
-        calls = [each for each in calls_under_way.under_way() if each.group.size() > 1]
-        self.calls.see((each.record for each in calls), now)
+            self.call_exchange.look(self.under_way())
+            self._members.look(self.under_way())
+        calls = [each for each in self.under_way() if each.group.size() > 1]
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
                 continue  # the launcher ends the job, with the status of the rank that has left
             if each.limit is None and now >= self.waits_until:
                 self._advance(each, now)
-            self._escalate(self._watched(each))
+            self._escalate(each)
         if self._found and now >= self._sigint_due:
             self._end_interrupted(calls)
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
         """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
-        found, self._found = set(map(id, self._found)), []
+        found, self._found = self._found, []
         if not is_pythons(signal.getsignal(signal.SIGINT)):
             return
         for each in calls:
             is_main = not each.in_background and each.thread == threading.main_thread().ident
-            if is_main and id(each.record) in found and not each.backend.ends_waits:
+            if is_main and each in found and not each.backend.ends_waits:
                 mine = self._described(each)
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.end_call(each, text)
 
+    def under_way(self) -> list[UnderWay]:
+        """Return the calls that are under way now."""
+        self.calls = under_way(self.calls)
+        return self.calls
+
     def end_call(self, each: UnderWay, reason: str) -> None:
         """Report why a call is ended, and begin to end it, if that has not begun."""
-        if self._watched(each).state is not State.ENDING:
+        if each.state is not State.ENDING and not each.has_ended():
             self.say(reason)
             self._end(each, self._described(each), reason, False)
 
@@ -215,7 +221,7 @@ class Watchdog:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:
-            self._found = [each.record for each in calls_under_way.under_way()]
+            self._found = self.under_way()
             self._sigint_due = time.monotonic() + SIGINT_SECONDS
             return
         if number == HANDLED:
@@ -228,9 +234,6 @@ class Watchdog:
         if self.signals.ends_process(number):
             end_by(number)
 
-    def _watched(self, each: UnderWay) -> Watched:
-        return self.calls.of(each.record, time.monotonic())
-
     # -- answers to other ranks ----------------------------------------------------------------------
 
     def _note_abort(self, message: Message) -> Message:
@@ -239,8 +242,7 @@ class Watchdog:
         return {}
 
     def _described(self, each: UnderWay) -> dict[str, Any]:
-        seconds = time.monotonic() - self._watched(each).first_seen
-        return report.described(each, seconds, calls_under_way.line_in(each.thread))
+        return report.described(each, time.monotonic() - each.first_seen, calls_under_way.line_in(each.thread))
 
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
@@ -257,8 +259,8 @@ class Watchdog:
         if message.get("about"):
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
         calls = [
-            {**self._described(each), "has_asker": asker in each.group.ranks, "state": self._watched(each).state.value}
-            for each in calls_under_way.under_way()
+            {**self._described(each), "has_asker": asker in each.group.ranks, "state": each.state.value}
+            for each in self.under_way()
         ]
         calls += self._given_up
         endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
@@ -325,11 +327,11 @@ class Watchdog:
     def explain(self, record: Any) -> str:
         """Return where the other ranks are, for the error of a wait that timed out: a record's, or this thread's."""
         if record is None:
-            record = next((each.record for each in calls_under_way.under_way() if each.is_own()), None)
+            record = next((each.record for each in under_way() if each.is_own()), None)
         if record is None or record[0].group not in WORLD.groups:
             return ""
         group = WORLD.groups[record[0].group]
-        each = UnderWay(group, record, group.any_backend(), None, False)
+        each = UnderWay(group, record, group.any_backend())
         mine, collective = report.described(each, 0.0, ""), Collective.of(each)
         asked: Sequence[int] = group.ranks if mine["peer"] is None else [mine["peer"]]
         if collective is not None:
@@ -354,35 +356,35 @@ class Watchdog:
 
     def _advance(self, each: UnderWay, now: float) -> None:
         """Take a call one step further if it is overdue: end it for what another rank has found out, or ask."""
-        watched, collective = self._watched(each), Collective.of(each)
-        if not watched.is_due(now, self._limit(each, now - watched.first_seen)):
+        collective = Collective.of(each)
+        if not each.is_due(now, self._limit(each, now - each.first_seen)):
             return
         if (found := self.reports.find(collective)) is not None:
             self._end_as_reported(each, found)
-        elif now >= self.reports.turn(collective, each.group.rank(), watched.since):
-            watched.state = State.ASKING
+        elif now >= self.reports.turn(collective, each.group.rank(), each.since):
+            each.state = State.ASKING
             try:
-                self._report(each, watched, now - watched.first_seen, collective)
+                self._report(each, now - each.first_seen, collective)
             except Exception as error:  # the call is to end all the same
                 self._note_failure(error)
                 headline = report.headline(self._described(each), each.timeout)
                 self.end_call(each, f"{headline}; where the others are could not be found out")
 
-    def _report(self, each: UnderWay, watched: Watched, seconds: float, collective: Collective | None) -> None:
+    def _report(self, each: UnderWay, seconds: float, collective: Collective | None) -> None:
         """Ask where the others are, report it, also to those in the same call, and end the wait."""
         group, mine = each.group, self._described(each)
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.reports.was_swept(group.group_name):
             asked = [mine["peer"]]  # the others have written their traces already
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=collective)
-        if each.has_ended() or watched.state is State.ENDING:
+        if each.has_ended() or each.state is State.ENDING:
             return  # it ended while the others were asked
         if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
-            watched.state = State.RUNNING
+            each.state = State.RUNNING
             return
         asker = self.reports.asker(collective)
         if asker is not None and asker < self.rank:
-            watched.make_due(time.monotonic())
+            each.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
         lines = self._compose(mine, asked, group, answers)
@@ -417,11 +419,11 @@ class Watchdog:
         self.reports.add(found)
         if is_known or not found.ends_all:
             return {}
-        for each in calls_under_way.under_way():
+        for each in self.under_way():
             others = each.call.is_message or each.limit is not None or each.group.group_name != found.collective.group
             # a rank whose call has raised goes on with it, without those that the report is about
             others = others or (each.call.name in REMAKING and found.collective.name not in REMAKING)
-            if not others and self._watched(each).state is not State.ENDING:
+            if not others and each.state is not State.ENDING:
                 self._end_as_reported(each, found)
         return {}
 
@@ -436,21 +438,20 @@ class Watchdog:
         self._end(each, mine, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
-        watched, reason = self._watched(each), explained(reason, "call-timeout")
-        watched.state = State.ENDING
+        each.state, reason = State.ENDING, explained(reason, "call-timeout")
         if each.in_background:
             if end_in_background(each, reason, is_reported, self._attempt):
                 self._given_up.append({**described, "has_asker": False, "state": State.ENDING.value})
             return
-        watched.ways = end_blocked(each, reason, is_reported, self._attempt, partial(self.abort, each.backend))
-        watched.next_at = time.monotonic()
-        self._escalate(watched)
+        each.ways = end_blocked(each, reason, is_reported, self._attempt, partial(self.abort, each.backend))
+        each.next_at = time.monotonic()
+        self._escalate(each)
 
-    def _escalate(self, watched: Watched) -> None:
+    def _escalate(self, each: UnderWay) -> None:
         """End a wait in the ways whose time has come."""
-        while time.monotonic() >= watched.next_at:
-            seconds = next(watched.ways, math.inf)
-            watched.next_at = time.monotonic() + seconds
+        while time.monotonic() >= each.next_at:
+            seconds = next(each.ways, math.inf)
+            each.next_at = time.monotonic() + seconds
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> bool:
         """Take an action, and tell whether it took effect; if it raises, others follow."""
