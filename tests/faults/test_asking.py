@@ -107,4 +107,4 @@ def test_a_node_mate_says_why_a_rank_of_another_node_is_silent(launcher: str) ->
         raised = job.wait("raised", 3, 20)
         assert {each["rank"] for each in raised} == {0, 1, 3}, job.stderr()
         for each in raised:
-            assert re.search(r"rank 2 .*its process is stopped .* \(process \d+\)", each["text"]), each["text"]
+            assert re.search(r"rank 2 .*its process is stopped .* \(process \d+( on .*)?\)", each["text"]), each["text"]

@@ -18,7 +18,8 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
-from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, Liveness
+from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
+from hpcdist.watch.report import judge_of
 
 RANKS, EACH = 2_000, 8  # ranks of a job, and on one node
 LISTENS = """
@@ -83,6 +84,15 @@ def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(
     channel._note(channel.endpoints[EACH])
     assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
     assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
+    assert liveness.judge(RANKS - 1, "T").startswith(PROCESS_STATES["T"])
+
+
+def test_what_ranks_of_a_node_see_of_it_is_believed_of_that_node_only(liveness: Liveness) -> None:
+    said = {"halted": [[RANKS - 1, "T"], [EACH, "T"], [RANKS, "T"]]}
+    judge = judge_of(liveness, {RANKS - 2: said})
+    assert judge(RANKS - 1).startswith(PROCESS_STATES["T"])
+    assert judge(EACH) == NOBODY_ANSWERS
+    assert judge(RANKS) == NO_ANSWER
 
 
 def test_a_zombie_and_a_later_process_with_its_id_have_ended(liveness: Liveness) -> None:

@@ -200,7 +200,7 @@ class Job:
             }
             is_late = rank in late
             calls = [] if is_late else [call]
-            return {"entered": NUMBER - is_late, "calls": calls, "main": "io.py:3", "leaving": False, "left": False}
+            return {"entered": NUMBER - is_late, "calls": calls, "main": "io.py:3", "leaving": False, "halted": []}
 
         for rank, each in enumerate(self.ranks):
             each.channel.register("where", lambda _, rank=rank: where(rank))
@@ -216,7 +216,7 @@ def report(job: Job) -> tuple[list[str], float, list[int], list[int]]:
     answers = asker.ask(others, "where", 1.0, group="g", about=["g", NUMBER, "all_reduce"], dump=True)
     call = job.ranks[0].channel._handlers["where"]({})["calls"][0]  # type: ignore[index]
     liveness = Liveness(asker)
-    lines = compose(call, 0, range(size), answers, judge_of(liveness, others, answers))
+    lines = compose(call, 0, range(size), answers, judge_of(liveness, answers))
     made = Report(Collective("g", NUMBER, "all_reduce"), 0, "all_reduce #7", lines, True)
     asker.ask(made.receivers(answers), "report", 0.5, report=made.truncated(30_000))
     return lines, job.network.now - began, sorted(answers), told

@@ -194,12 +194,13 @@ def whereabouts_of(pg: Group, ranks: list[int]) -> str:
         return ""
     asked, dead = [pg.ranks[rank] for rank in ranks], [pg.ranks[rank] for rank in pg.any_backend().faults.failed()]
     answers = RUNNING[0].ask([rank for rank in asked if rank not in dead], pg.group_name, 0.5)
+    judge = report.judge_of(RUNNING[0].liveness, answers)
     said = [
         f"{listed([rank])} died"
         if rank in dead
         else f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
         if rank in answers
-        else f"{listed([rank])}: {RUNNING[0].liveness.judge(rank)}"
+        else f"{listed([rank])}: {judge(rank)}"
         for rank in asked
     ]
     return f" ({'; '.join(said)})"

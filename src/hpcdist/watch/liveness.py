@@ -22,7 +22,7 @@ from typing import Any
 from hpcdist.launch import addresses
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, Process, process_status
-from hpcdist.watch.question import Message, expanded
+from hpcdist.watch.question import Message
 
 NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
 # the kernel probes a silent connection so often (s, s, times)
@@ -116,7 +116,6 @@ class Liveness:
         channel.register("ended", self._note_ended)
         channel.register("here", lambda message: {})
         channel.register("all leave", self._note_all_left)
-        channel.register("judge", self._judge)
 
     # -- what is known ---------------------------------------------------------------------------------
 
@@ -158,21 +157,25 @@ class Liveness:
             with suppress(OSError):
                 os.kill(each.pid, signal.SIGKILL)
 
-    def judge(self, rank: int) -> str:
-        """Return in words why a rank gives no answer, as far as it shows from here."""
+    def halted(self) -> list[tuple[int, str]]:
+        """Return the ranks of this node whose processes do not run, with their states, for those of other nodes."""
+        states = [(rank, self.state(each)) for rank, each in self.channel.node_peers.items()]
+        return [(rank, state) for rank, state in states if state in PROCESS_STATES]
+
+    def judge(self, rank: int, state: str = "?") -> str:
+        """Return in words why a rank gives no answer, as far as it shows from here.
+
+        ``state`` is that of its process as ranks of its node see it, if that is another one.
+        """
         if (endpoint := self.channel.endpoints.get(rank)) is None:
             return NO_ANSWER
         if self.channel.sees(endpoint):
             state = self.state(endpoint)
             return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {endpoint.pid})" if state else "")
-        has_ended = self.has_ended(endpoint)
-        if not has_ended and not self.channel.has_received:
+        state = "" if self.has_ended(endpoint) else state
+        if state not in PROCESS_STATES and not self.channel.has_received:
             return NOBODY_ANSWERS
-        return f"{PROCESS_STATES[''] if has_ended else NO_ANSWER} (process {endpoint.pid} on {endpoint.host})"
-
-    def _judge(self, message: Message) -> Message:
-        peers = self.channel.node_peers
-        return {"judged": [[rank, self.judge(rank)] for rank in expanded(message["ranks"]) if rank in peers]}
+        return f"{PROCESS_STATES.get(state, NO_ANSWER)} (process {endpoint.pid} on {endpoint.host})"
 
     # -- what is found out and sent --------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdist.core.ranks import listed, runs_of
-from hpcdist.watch.liveness import NEWS_SECONDS, NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
+from hpcdist.core.ranks import listed
+from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.question import relay_seconds
 
 if TYPE_CHECKING:  # the command debug needs no torch
@@ -258,8 +258,8 @@ class Reports:
         """Take note that a rank asks about a call on a group of so many."""
         lowest = self.asker(collective)
         if lowest is None or rank <= lowest:
-            # it asks, has the silent ones judged, and sends its report
-            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 3 * relay_seconds(size)))
+            # it asks, and sends its report
+            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 2 * relay_seconds(size)))
 
     def note_sweep(self, group: str) -> None:
         """Take note that all ranks of a group were asked for their traces."""
@@ -298,20 +298,14 @@ class Reports:
         return report if self._clock() - when < age else None
 
 
-def judge_of(liveness: Liveness, ranks: Sequence[int], answers: Answers) -> Callable[[int], str]:
-    """Return a function that says why a rank did not answer, as seen from here or by a rank of its node."""
-    channel, endpoints = liveness.channel, liveness.channel.endpoints
-    silent = [rank for rank in ranks if rank not in answers and rank in endpoints]
-    unseen = [rank for rank in silent if not channel.sees(endpoints[rank])]
-    by_node = {endpoints[rank].node: rank for rank in answers}
-    witnesses = {by_node[node] for rank in unseen if (node := endpoints[rank].node) in by_node}
-    judged: dict[int, str] = {}
-    asked = channel.ask(sorted(witnesses), "judge", NEWS_SECONDS, ranks=runs_of(unseen))
-    for witness, answer in asked.items():
-        for rank, reason in answer["judged"]:
-            if rank in endpoints and endpoints[rank].node == endpoints[witness].node:
-                judged[rank] = f"{reason} on {endpoints[rank].host}"
-    return lambda rank: judged.get(rank) or liveness.judge(rank)
+def judge_of(liveness: Liveness, answers: Answers) -> Callable[[int], str]:
+    """Return a function that says why a rank did not answer, as seen from here and by the ranks of its node."""
+    endpoints, states = liveness.channel.endpoints, dict[int, str]()
+    for witness, answer in answers.items():
+        for rank, state in answer["halted"]:
+            if rank in endpoints and witness in endpoints and endpoints[rank].node == endpoints[witness].node:
+                states[rank] = state
+    return lambda rank: liveness.judge(rank, states.get(rank, "?"))
 
 
 def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:

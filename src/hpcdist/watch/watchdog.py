@@ -269,6 +269,7 @@ class Watchdog:
             # in whole seconds, so that the answers of many ranks are equal
             "calls": [{**each, "seconds": round(each["seconds"])} for each in calls],
             "main": calls_under_way.line_in(),
+            "halted": [] if group is None else self.liveness.halted(),
             "leaving": self.leaving,
             "left": self.has_left,
             "inspected": None if first is None else self.inspection.answer(endpoints, first),
@@ -341,7 +342,7 @@ class Watchdog:
                 if found := self.reports.find(collective, ANSWER_SECONDS):
                     return "; ".join(found.lines)
         answers = self.ask(asked, group.group_name, ANSWER_SECONDS / 2, about=collective)
-        lines = self._compose(mine, asked, group, answers)
+        lines = self._compose(mine, group, answers)
         if collective is not None:
             self._send_report(Report(collective, self.rank, report.title(mine), lines, False), answers)
         return "; ".join(lines)
@@ -387,7 +388,7 @@ class Watchdog:
             each.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
-        lines = self._compose(mine, asked, group, answers)
+        lines = self._compose(mine, group, answers)
         path = self.dump()
         reporter = None if collective is None else self.reports.reporter(collective.group, self.rank, answers)
         if reporter is None:
@@ -403,8 +404,8 @@ class Watchdog:
             self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
         self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
-    def _compose(self, mine: dict[str, Any], asked: Sequence[int], group: Group, answers: Answers) -> list[str]:
-        return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, asked, answers))
+    def _compose(self, mine: dict[str, Any], group: Group, answers: Answers) -> list[str]:
+        return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, answers))
 
     def _send_report(self, made: Report, answers: Answers) -> None:
         if receivers := made.receivers(answers):
