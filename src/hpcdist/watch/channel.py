@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
@@ -67,14 +66,12 @@ class Reply(NamedTuple):
     address: Any
 
 
-@dataclass
-class Relayed:
+class Relayed(Question):
     """A question that this rank asks others for another one."""
 
-    question: Question
     reply: Reply  # to whom the answers go
     wanted: list[int]  # the ranks whose answers were still missing there, when it was last asked
-    until: float = 0.0  # when nobody is interested any more
+    until: float  # when nobody is interested any more
 
 
 class Channel:
@@ -173,8 +170,8 @@ class Channel:
         key = next((key for key in self.keys if is_sealed(key, QUESTION, data)), None)
         if key is None:
             for each in self._relayed.values():
-                if self._take_answer(each.question, data):
-                    if each.question.is_answered:
+                if self._take_answer(each, data):
+                    if each.is_answered:
                         self._return(each)
                     return
             return
@@ -205,31 +202,26 @@ class Channel:
     def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
         return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
 
-    def _question(self, asked: dict[int, Endpoint], message: Message, token: str) -> Question:
-        """Return a question that may be relayed."""
-        return Question(asked, message, {"token": token, "numbering": self.numbering})
-
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
-        if message["numbering"] != self.numbering:
+        token, numbering, asks = message["token"], message["numbering"], message["message"]
+        if numbering != self.numbering:
             return
-        relayed = self._relayed.get(message["token"])
-        ranks, has_begun = expanded(message["ranks"]), relayed is not None
-        if relayed is None:
-            self._note(self.endpoints.get(message["message"]["from"]))
+        ranks, has_begun = expanded(message["ranks"]), token in self._relayed
+        if not has_begun:
+            self._note(self.endpoints.get(asks["from"]))
             asked = self._known(each for each in ranks if each != self.rank)
-            question = self._question(asked, message["message"], message["token"])
-            relayed = self._relayed[message["token"]] = Relayed(question, reply, ranks)
-            own = self._handled(message["message"]) if self.rank in ranks else None
-            if own is not None:
-                question.answers[self.rank] = own
+            self._relayed[token] = Relayed(asked, asks, {"token": token, "numbering": numbering})
+        relayed = self._relayed[token]
         relayed.until, relayed.reply, relayed.wanted = time.monotonic() + INTEREST_SECONDS, reply, ranks
-        if has_begun or relayed.question.is_answered:
+        if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
+            relayed.answers[self.rank] = own
+        if has_begun or relayed.is_answered:
             self._return(relayed)
 
     def _return(self, relayed: Relayed) -> None:
         """Send what has come of the answers that a relayed question still lacks."""
-        answers = relayed.question.answers
+        answers = relayed.answers
         for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
             self._reply(relayed.reply, each)
 
@@ -242,9 +234,9 @@ class Channel:
         for token, each in list(self._relayed.items()):
             if now >= each.until:
                 del self._relayed[token]
-            elif not each.question.is_answered:
-                self._send(self.socket, each.question, now)
-                due = min(due, each.question.again)
+            elif not each.is_answered:
+                self._send(self.socket, each, now)
+                due = min(due, each.again)
         return due
 
     def _send(self, sending: socket.socket, question: Question, now: float) -> None:
@@ -284,7 +276,7 @@ class Channel:
         """
         asked = self._known(ranks)
         message = {"kind": kind, "from": self.rank, **content}
-        question = self._question(asked, message, secrets.token_hex(8))
+        question = Question(asked, message, {"token": secrets.token_hex(8), "numbering": self.numbering})
         return self._wait(question, seconds + relay_seconds(len(asked)))
 
     def ask_endpoints(
