@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
-from hpcdist.core.call_log import TELLS, CallLog, CallPosition, Read
+from hpcdist.core.call_log import TELLS, CallLog, CallPosition
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch.calls_under_way import UnderWay
@@ -25,6 +25,7 @@ from hpcdist.watch.question import Message
 
 KIND, KEPT_KIND = "calls", "kept calls"
 NO_BLOCK = -1
+NOTHING_KEPT: Message = {"starts": [], "words": ([], [])}
 LISTS_KIND = "members"
 ANSWER_SECONDS = 0.5
 LISTS_SECONDS = 0.3
@@ -131,31 +132,24 @@ class CallExchange:
             return
         self._finding.add(log.token)
         try:
-            if (kept := self._ask_kept(log, ranks[rank], NO_BLOCK)) is None:
-                return
 
-            def fetch(block: int) -> Read:
-                answer = self._ask_kept(log, ranks[rank], block)
-                return ([], []) if answer is None else (answer["whats"], answer["sizes"])
+            def kept(block: int) -> Message:
+                asked = ranks[rank]
+                answers = self._channel.ask([asked], KEPT_KIND, KEPT_SECONDS, group=log.token, block=block)
+                return answers.get(asked, NOTHING_KEPT)
 
-            if (failure := log.find(rank, dict(kept["starts"]), fetch)) is not None:
+            if failure := log.find(rank, dict(kept(NO_BLOCK)["starts"]), lambda block: kept(block)["words"]):
                 self._fail(log, ranks, failure, True)
         finally:
             self._finding.discard(log.token)
 
-    def _ask_kept(self, log: CallLog, rank: int, block: int) -> Message | None:
-        answers = self._channel.ask([rank], KEPT_KIND, KEPT_SECONDS, group=log.token, block=block)
-        return answers.get(rank)
-
     def _kept(self, message: Message) -> Message:
         """Return what this rank keeps of its calls, and the words of one block."""
-        known, block = self._find(message["group"]), message["block"]
-        if known is None:
-            return {"starts": [], "whats": [], "sizes": []}
-        log = known[0]
-        words = log.words(block) if block >= 0 else (b"", b"")
-        whats, sizes = (memoryview(each).cast("q").tolist() for each in words)
-        return {"starts": list(log.starts().items()), "whats": whats, "sizes": sizes}
+        if (known := self._find(message["group"])) is None:
+            return NOTHING_KEPT
+        log, _ = known
+        words = [memoryview(each).cast("q").tolist() for each in log.words(message["block"])]
+        return {"starts": list(log.starts().items()), "words": words}
 
     def _fail(self, log: CallLog, ranks: list[int], failure: str, tells: bool) -> None:
         if log.failure is None:
