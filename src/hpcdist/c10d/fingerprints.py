@@ -13,11 +13,10 @@ import torch
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
-from hpcdist.core.group import Group
+from hpcdist.core.group import Group, label
 from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import EXCHANGES, scaled
-from hpcdist.watch.report import label
 
 Fingerprint = dict[str, Any]  # what a rank's call looks like to the others, by the names that the error has for it
 CALL = "Op type"
@@ -104,7 +103,7 @@ def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[st
     others = [rank for rank, each in enumerate(prints) if each != mine]
     other = next((rank for rank in others if prints[rank][CALL] != mine[CALL]), next(iter(others), own))
     lines = [
-        f"Detected mismatch between collectives on ranks of {label(pg.group_name, pg.group_desc)}. "
+        f"Detected mismatch between collectives on ranks of {label(pg)}. "
         f"Rank {own} is running collective: {text_of(mine)}, but Rank {other} is running collective: "
         f"{text_of(prints[other])}. Collectives differ in the following aspects:"
     ]

@@ -9,10 +9,9 @@ import torch
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
 from hpcdist.core.errors import explained
-from hpcdist.core.group import Group
+from hpcdist.core.group import Group, label
 from hpcdist.core.table import ALL_REDUCE, BROADCAST
 from hpcdist.watch import calls_under_way
-from hpcdist.watch.report import label
 
 VARIABLE = "TORCH_DIST_NAN_CHECK"
 
@@ -51,7 +50,7 @@ def refuse_nan(pg: Group, call: str, tensor: Any) -> None:
     raise RuntimeError(
         explained(
             f"NaN in what rank {pg.ranks[pg.rank()]} was about to send: {call} of "
-            f"{label(pg.group_name, pg.group_desc)}, called at {calls_under_way.caller()}, has {count} NaN among the "
+            f"{label(pg)}, called at {calls_under_way.caller()}, has {count} NaN among the "
             f"{tensor.numel()} elements of {shape}, the first at {first}; nothing was sent",
             "nan",
         )

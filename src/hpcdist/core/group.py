@@ -34,6 +34,12 @@ def hashed_name(*parts: object) -> str:
     return hashlib.sha1("_".join(map(str, ("hpcdist", *parts))).encode(), usedforsecurity=False).hexdigest()
 
 
+def label(group: Group) -> str:
+    """Return how messages call a group: by its description, if the user gave one."""
+    name = group.group_name if group.group_desc in ("", "undefined", "default_pg") else group.group_desc
+    return f"group '{name}'"
+
+
 class ParentsBackend:
     """Backend in a forked child, which refuses all calls: the MPI, sockets and threads are its parent's."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hpcdist.core.backend import Backend
-from hpcdist.core.group import Group
+from hpcdist.core.group import Group, label
 from hpcdist.core.journal import CallRecord
 from hpcdist.core.queue import QueuedWork
 from hpcdist.core.work import Work
@@ -89,6 +89,24 @@ class UnderWay:
             queue = self.backend.queue
             works = [None if queue is None else queue.running, self.backend.outstanding()]
         return next((each for each in works if each is not None and each._call is self.record), None)
+
+    def described(self) -> dict[str, Any]:
+        """Return it as answers to other ranks hold it."""
+        group, call = self.group, self.call
+        return {
+            "group": group.group_name,
+            "label": label(group),
+            "name": call.name,
+            "number": call.number,
+            "message": call.is_message,
+            "peer": group.ranks[call.root] if call.is_message and call.root is not None else None,
+            "shape": None if call.shape is None else list(call.shape),
+            "dtype": "" if call.dtype is None else str(call.dtype).removeprefix("torch."),
+            "seconds": round(time.monotonic() - self.first_seen, 1),
+            "where": line_in(self.thread),
+            "background": self.in_background,
+            "state": self.state.value,
+        }
 
     def is_own(self) -> bool:
         """Tell whether the thread that asks carries it out."""

@@ -8,11 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdist.core.group import Group
+from hpcdist.core.group import Group, label
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, timing
 from hpcdist.watch.endpoint import Endpoint
-from hpcdist.watch.report import label
 from hpcdist.watch.timing import TimedCall
 
 LEASE_SECONDS = 10.0  # how long calls are timed after the last question
@@ -65,7 +64,7 @@ class Inspection:
 
 def described(group: Group) -> dict[str, Any]:
     return {
-        "label": label(group.group_name, group.group_desc),
+        "label": label(group),
         "size": group.size(),
         "collectives": group.journal.sequence,
         "messages": group.journal.messages,

@@ -41,11 +41,6 @@ KEPT = 64  # calls that are remembered
 Answers = dict[int, dict[str, Any]]  # by rank
 
 
-def label(group: str, description: str) -> str:
-    """Return how a report calls a group: by its description, if the user gave one."""
-    return f"group '{group}'" if description in ("", "undefined", "default_pg") else f"group '{description}'"
-
-
 def title(call: dict[str, Any]) -> str:
     """Return a call as ``all_reduce #128``, a message with its peer."""
     if not call["message"]:
@@ -54,25 +49,6 @@ def title(call: dict[str, Any]) -> str:
     if call["peer"] is None:
         return f"{call['name']} from anyone" if is_incoming else call["name"]
     return f"{call['name']} {'from' if is_incoming else 'to'} rank {call['peer']}"
-
-
-def described(each: UnderWay, seconds: float, where: str) -> dict[str, Any]:
-    """Return a call under way as answers hold it."""
-    group, call = each.group, each.call
-    peer = group.ranks[call.root] if call.is_message and call.root is not None else None
-    return {
-        "group": group.group_name,
-        "label": label(group.group_name, group.group_desc),
-        "name": call.name,
-        "number": call.number,
-        "message": call.is_message,
-        "peer": peer,
-        "shape": None if call.shape is None else list(call.shape),
-        "dtype": "" if call.dtype is None else str(call.dtype).removeprefix("torch."),
-        "seconds": round(seconds, 1),
-        "where": where,
-        "background": each.in_background,
-    }
 
 
 def place(answer: dict[str, Any], group: str) -> str:
@@ -125,7 +101,7 @@ def compose(
 ) -> list[str]:
     """Return the lines that say where the ranks of a group are; all ranks here are global ones.
 
-    ``mine`` is this rank's call, as ``described``; ``judge`` returns why a rank gave no answer.
+    ``mine`` is this rank's call, as ``UnderWay.described``; ``judge`` returns why a rank gave no answer.
     """
     group = mine["group"]
     if mine["message"]:

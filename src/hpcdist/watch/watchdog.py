@@ -196,7 +196,7 @@ class Watchdog:
         for each in calls:
             is_main = not each.in_background and each.thread == threading.main_thread().ident
             if is_main and each in found and not each.backend.ends_waits:
-                mine = self._described(each)
+                mine = each.described()
                 text = f"SIGINT: {report.title(mine)} on {mine['label']}, called at {mine['where']}, has not ended"
                 self.end_call(each, text)
 
@@ -209,7 +209,7 @@ class Watchdog:
         """Report why a call is ended, and begin to end it, if that has not begun."""
         if each.state is not State.ENDING and not each.has_ended():
             self.say(reason)
-            self._end(each, self._described(each), reason, False)
+            self._end(each, reason, False)
 
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
@@ -241,9 +241,6 @@ class Watchdog:
         self.job_end.note_message(f"rank {message['from']} aborts the job ({message['reason']})", message["leaves"])
         return {}
 
-    def _described(self, each: UnderWay) -> dict[str, Any]:
-        return report.described(each, time.monotonic() - each.first_seen, calls_under_way.line_in(each.thread))
-
     def _where(self, message: Message) -> Message:
         """Return where this rank is, in a ``group``.
 
@@ -258,10 +255,7 @@ class Watchdog:
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if message.get("about"):
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
-        calls = [
-            {**self._described(each), "has_asker": asker in each.group.ranks, "state": each.state.value}
-            for each in self.under_way()
-        ]
+        calls = [{**each.described(), "has_asker": asker in each.group.ranks} for each in self.under_way()]
         calls += self._given_up
         endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
         return {
@@ -333,7 +327,7 @@ class Watchdog:
             return ""
         group = WORLD.groups[record[0].group]
         each = UnderWay(group, record, group.any_backend())
-        mine, collective = report.described(each, 0.0, ""), Collective.of(each)
+        mine, collective = each.described(), Collective.of(each)
         asked: Sequence[int] = group.ranks if mine["peer"] is None else [mine["peer"]]
         if collective is not None:
             start = time.monotonic()
@@ -368,12 +362,12 @@ class Watchdog:
                 self._report(each, now - each.first_seen, collective)
             except Exception as error:  # the call is to end all the same
                 self._note_failure(error)
-                headline = report.headline(self._described(each), each.timeout)
+                headline = report.headline(each.described(), each.timeout)
                 self.end_call(each, f"{headline}; where the others are could not be found out")
 
     def _report(self, each: UnderWay, seconds: float, collective: Collective | None) -> None:
         """Ask where the others are, report it, also to those in the same call, and end the wait."""
-        group, mine = each.group, self._described(each)
+        group, mine = each.group, each.described()
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.reports.was_swept(group.group_name):
             asked = [mine["peer"]]  # the others have written their traces already
@@ -402,7 +396,7 @@ class Watchdog:
             ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.faults.interrupts_all())
             source = self.rank if reporter is None else reporter
             self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
-        self._end(each, mine, f"{headline}: {'; '.join(lines)}", reporter is not None)
+        self._end(each, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
     def _compose(self, mine: dict[str, Any], group: Group, answers: Answers) -> list[str]:
         return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, answers))
@@ -430,19 +424,19 @@ class Watchdog:
 
     def _end_as_reported(self, each: UnderWay, found: Report) -> None:
         """End a wait for what another rank found out."""
-        mine, is_same = self._described(each), Collective.of(each) == found.collective
+        mine, is_same = each.described(), Collective.of(each) == found.collective
         headline = report.headline(mine, each.timeout, is_same)
         self.say(f"{headline}; see the report of rank {found.reporter}")
         lines = "; ".join(found.lines)
         if not is_same:
             lines = f"rank {found.reporter} gave {found.title} of {mine['label']} up: {lines}"
-        self._end(each, mine, f"{headline}: {lines}", True)
+        self._end(each, f"{headline}: {lines}", True)
 
-    def _end(self, each: UnderWay, described: dict[str, Any], reason: str, is_reported: bool) -> None:
+    def _end(self, each: UnderWay, reason: str, is_reported: bool) -> None:
         each.state, reason = State.ENDING, explained(reason, "call-timeout")
         if each.in_background:
             if end_in_background(each, reason, is_reported, self._attempt):
-                self._given_up.append({**described, "has_asker": False, "state": State.ENDING.value})
+                self._given_up.append({**each.described(), "has_asker": False})
             return
         each.ways = end_blocked(each, reason, is_reported, self._attempt, partial(self.abort, each.backend))
         each.next_at = time.monotonic()
