@@ -193,8 +193,9 @@ def whereabouts_of(pg: Group, ranks: list[int]) -> str:
     if not RUNNING:
         return ""
     asked, dead = [pg.ranks[rank] for rank in ranks], [pg.ranks[rank] for rank in pg.any_backend().faults.failed()]
-    answers = RUNNING[0].ask([rank for rank in asked if rank not in dead], pg.group_name, 0.5)
-    judge = report.judge_of(RUNNING[0].liveness, answers)
+    liveness, living = RUNNING[0].liveness, [rank for rank in asked if rank not in dead]
+    answers = liveness.channel.ask(living, "where", 0.5, group=pg.group_name)
+    judge = report.judge_of(liveness, answers)
     said = [
         f"{listed([rank])} died"
         if rank in dead

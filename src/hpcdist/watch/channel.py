@@ -199,8 +199,9 @@ class Channel:
 
     # -- questions to many ranks ---------------------------------------------------------------------
 
-    def _known(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) is not None}
+    def _others(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
+        """Return where the others of some ranks listen."""
+        return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) not in (None, self.own)}
 
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
@@ -210,8 +211,7 @@ class Channel:
         ranks, has_begun = expanded(message["ranks"]), token in self._relayed
         if not has_begun:
             self._note(self.endpoints.get(asks["from"]))
-            asked = self._known(each for each in ranks if each != self.rank)
-            self._relayed[token] = Relayed(asked, asks, {"token": token, "numbering": numbering})
+            self._relayed[token] = Relayed(self._others(ranks), asks, {"token": token, "numbering": numbering})
         relayed = self._relayed[token]
         relayed.until, relayed.reply, relayed.wanted = time.monotonic() + INTEREST_SECONDS, reply, ranks
         if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
@@ -263,18 +263,18 @@ class Channel:
         return True
 
     def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
-        """Send a message to ranks once, which may be lost; nothing is waited for."""
+        """Send a message to the others of some ranks once, which may be lost; nothing is waited for."""
         text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
-        for rank, endpoint in self._known(ranks).items():
+        for rank, endpoint in self._others(ranks).items():
             self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank), text)
 
     def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
-        """Ask ranks and return the answers that come in time, by rank.
+        """Ask the others of some ranks, and return the answers that come in time, by rank.
 
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
-        asked = self._known(ranks)
+        asked = self._others(ranks)
         message = {"kind": kind, "from": self.rank, **content}
         question = Question(asked, message, {"token": secrets.token_hex(8), "numbering": self.numbering})
         return self._wait(question, seconds + relay_seconds(len(asked)))

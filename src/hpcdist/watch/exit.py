@@ -186,7 +186,7 @@ class Observer:
         may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
         left_out = {number: each for number, each in enumerate(channel.left_out) if each.process not in liveness.left}
-        answers = self.watchdog.ask(list(asked), "", ANSWER_SECONDS, left=own)
+        answers = channel.ask(asked, "where", ANSWER_SECONDS, group="", left=own)
         others_answers = channel.ask_endpoints(left_out, "where", ANSWER_SECONDS, group="", left=own)
         waits = {
             (rank, call["group"], call["number"]): (

@@ -193,7 +193,7 @@ class Liveness:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self._send_to_others("here", self.channel.endpoints)
+            self.channel.ask(self.channel.endpoints, "here", NEWS_SECONDS)
         self.ended |= ended - {self.channel.own.process}
         return {}
 
@@ -215,11 +215,7 @@ class Liveness:
             self._sent |= news
             # a process that gets it lives, and answers
             channel.send(channel.endpoints.of_processes(news), "ended", processes=sorted(news))
-            self._send_to_others("ended", self.living(), processes=sorted(news))
-
-    def _send_to_others(self, kind: str, ranks: Iterable[int], **content: Any) -> None:
-        others = [rank for rank in ranks if rank != self.channel.rank]
-        self.channel.ask(others, kind, NEWS_SECONDS, **content)
+            channel.ask(self.living(), "ended", NEWS_SECONDS, processes=sorted(news))
 
     def _look_at_next_node(self) -> None:
         channel, gone = self.channel, self.ended_ranks()

@@ -269,11 +269,6 @@ class Watchdog:
             "inspected": None if first is None else self.inspection.answer(endpoints, first),
         }
 
-    def ask(self, ranks: Sequence[int], group: str, seconds: float, **more: Any) -> Answers:
-        """Ask other ranks where they are; ``more`` is what else the question holds, as ``_where`` reads it."""
-        others = [rank for rank in ranks if rank != self.rank]
-        return self.channel.ask(others, "where", seconds, group=group, **more)
-
     def renumber(self, remaining: list[int]) -> None:
         """Take note that the world's ranks have other numbers: ``remaining`` are their numbers until now.
 
@@ -335,8 +330,7 @@ class Watchdog:
                 time.sleep(SHORTEST_TICK)
                 if found := self.reports.find(collective, ANSWER_SECONDS):
                     return "; ".join(found.lines)
-        answers = self.ask(asked, group.group_name, ANSWER_SECONDS / 2, about=collective)
-        lines = self._compose(mine, group, answers)
+        answers, lines = self._find_out(mine, group, asked, ANSWER_SECONDS / 2, about=collective)
         if collective is not None:
             self._send_report(Report(collective, self.rank, report.title(mine), lines, False), answers)
         return "; ".join(lines)
@@ -371,7 +365,7 @@ class Watchdog:
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.reports.was_swept(group.group_name):
             asked = [mine["peer"]]  # the others have written their traces already
-        answers = self.ask(asked, group.group_name, ANSWER_SECONDS, dump=True, about=collective)
+        answers, lines = self._find_out(mine, group, asked, ANSWER_SECONDS, about=collective, dump=True)
         if each.has_ended() or each.state is State.ENDING:
             return  # it ended while the others were asked
         if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
@@ -382,7 +376,6 @@ class Watchdog:
             each.make_due(time.monotonic())
             return
         headline = report.headline(mine, each.timeout)
-        lines = self._compose(mine, group, answers)
         path = self.dump()
         reporter = None if collective is None else self.reports.reporter(collective.group, self.rank, answers)
         if reporter is None:
@@ -398,13 +391,16 @@ class Watchdog:
             self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
         self._end(each, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
-    def _compose(self, mine: dict[str, Any], group: Group, answers: Answers) -> list[str]:
-        return report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, answers))
+    def _find_out(
+        self, mine: dict[str, Any], group: Group, asked: Sequence[int], seconds: float, **more: Any
+    ) -> tuple[Answers, list[str]]:
+        """Ask ranks of a group where they are, as ``_where`` reads it; return the answers, and what a report says."""
+        answers = self.channel.ask(asked, "where", seconds, group=group.group_name, **more)
+        return answers, report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, answers))
 
     def _send_report(self, made: Report, answers: Answers) -> None:
         if receivers := made.receivers(answers):
-            others = [rank for rank in receivers if rank != self.rank]
-            self.channel.ask(others, "report", NEWS_SECONDS, report=made.truncated(LARGEST // 2))
+            self.channel.ask(receivers, "report", NEWS_SECONDS, report=made.truncated(LARGEST // 2))
 
     def _take_report(self, message: Message) -> Message:
         """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
