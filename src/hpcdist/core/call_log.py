@@ -12,8 +12,9 @@ are all equal and another's are not, sums differ though the calls are one; then 
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -80,7 +81,12 @@ class CallLog:
         self.is_ending = False  # whether this rank makes no more calls
         self.failure: str | None = None  # why the group takes no more calls: the difference that was found
         self.was_raised = False  # whether this rank has raised it
+        self.failed_at = 0.0  # when it was found, or told
         self.tells = 0  # how often this rank still has to tell others of it
+        # of the exchange
+        self.ranks: Sequence[int] = ()  # the group's, as the world counts them
+        self.sent = (-1, 0)  # up to which number calls were sent to another node, and how often
+        self.is_compared = False  # whether a thread compares its words with another rank's
 
     # -- this rank's calls -----------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class CallLog:
     def fail(self, failure: str, tells: int) -> None:
         """Take note that calls differ; ``tells`` as the attribute."""
         if self.failure is None:
-            self.failure, self.tells = failure, tells
+            self.failure, self.tells, self.failed_at = failure, tells, time.monotonic()
 
     def _read(self, block: int) -> Words:
         whats, sizes = self._rings

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from weakref import WeakKeyDictionary
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
@@ -33,12 +32,10 @@ ASKED = 64  # members of a group that a look asks
 UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
 TIMES = 3  # how often a place is sent: datagrams may be lost
-RETURN_SECONDS = 0.5  # how long calls have to return after a difference was found
+RETURN_SECONDS = 1.0  # how long calls have to return after a difference was found
 ENDED_GROUPS = 64  # whose calls are kept for those that end them later
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
 SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
-
-Known = tuple[CallLog, list[int]]  # the calls on a group, and the group's ranks as the world counts them
 
 
 class CallExchange:
@@ -46,115 +43,105 @@ class CallExchange:
 
     def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
         self._channel, self._end_call = channel, end_call
-        self._ended: deque[Known] = deque(maxlen=ENDED_GROUPS)
-        self._sent: WeakKeyDictionary[CallLog, tuple[int, int]] = WeakKeyDictionary()  # the number, and how often
-        self._failed_at: WeakKeyDictionary[CallLog, float] = WeakKeyDictionary()
-        self._finding: set[str] = set()  # groups whose words are being compared
+        self._ended: deque[CallLog] = deque(maxlen=ENDED_GROUPS)
         self._patience = PATIENCE
         self._unanswered = 0  # questions in a row
         self._channel.register(KIND, self._answer)
         self._channel.register(KEPT_KIND, self._kept)
         hooks.compare_calls = self.compare
 
-    def _live(self) -> Iterator[Known]:
+    def _live(self) -> Iterator[CallLog]:
         for group in WORLD.watched():
             for backend in dict.fromkeys(group.backends.values()):
                 if (log := backend.call_log()) is not None:
-                    yield log, list(group.ranks)
+                    log.ranks = group.ranks
+                    yield log
 
-    def _find(self, token: str) -> Known | None:
-        return next((each for each in (*self._live(), *self._ended) if each[0].token == token), None)
+    def _find(self, token: str) -> CallLog | None:
+        return next((each for each in (*self._live(), *self._ended) if each.token == token), None)
 
     # -- once a second -------------------------------------------------------------------------------
 
     def look(self, calls: list[UnderWay]) -> None:
         """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
-        for log, ranks in self._live():
-            self._send_failure(log, ranks)
+        for log in (*self._live(), *self._ended):
+            self._send_failure(log)
+        for log in self._live():
             if log.failure is not None:
-                self._end_failed(log, calls)
+                has_waited = time.monotonic() - log.failed_at >= RETURN_SECONDS
+                for each in calls:
+                    if has_waited and each.backend.call_log() is log and not each.call.is_message:
+                        self._end_call(each, log.failure)
             elif log.leader == log.rank and (place := log.place()) is not None:
-                number, times = self._sent.get(log, (-1, 0))
+                number, times = log.sent
                 times = times + 1 if number == place.number else 1
                 if times <= TIMES:
-                    self._sent[log] = place.number, times
-                    self._channel.send([ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
-        for log, ranks in list(self._ended):
-            self._send_failure(log, ranks)
+                    log.sent = place.number, times
+                    self._channel.send([log.ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
 
     def _where(self, log: CallLog, is_question: bool) -> Message:
         place = log.place() if log.failure is None else None
         who = {"group": log.token, "rank": log.rank, "is_question": is_question}
         return {**who, "place": place, "failure": log.failure}
 
-    def _send_failure(self, log: CallLog, ranks: list[int]) -> None:
+    def _send_failure(self, log: CallLog) -> None:
         if log.failure is not None and log.tells > 0:
             log.tells -= 1
-            self._channel.send([ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
-
-    def _end_failed(self, log: CallLog, calls: list[UnderWay]) -> None:
-        now = time.monotonic()
-        if now - self._failed_at.setdefault(log, now) < RETURN_SECONDS or log.failure is None:
-            return
-        for each in calls:
-            if each.backend.call_log() is log and not each.call.is_message:
-                self._end_call(each, log.failure)
+            self._channel.send([log.ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
 
     # -- others --------------------------------------------------------------------------------------
 
     def _answer(self, message: Message) -> Message:
         """Compare the calls of a rank of another node with this one's."""
         self._unanswered = 0
-        if (known := self._find(message["group"])) is None:
+        if (log := self._find(message["group"])) is None:
             return {}
-        log, ranks = known
-        self._take(log, ranks, message["rank"], message)
+        self._take(log, message["rank"], message)
         place = log.place()
         theirs = None if message["is_question"] else message.get("place")
         if place is not None and theirs is not None and place.number < theirs[0]:  # the other one can compare
             self._channel.send([message["from"]], KIND, **self._where(log, False))
         return self._where(log, False)
 
-    def _take(self, log: CallLog, ranks: list[int], rank: int, answer: Message) -> None:
+    def _take(self, log: CallLog, rank: int, answer: Message) -> None:
         if answer.get("failure") is not None:
-            self._fail(log, ranks, answer["failure"], log.leader == log.rank)
+            self._fail(log, answer["failure"], log.leader == log.rank)
         elif (
             answer.get("place") is not None
             and log.failure is None
             and not log.agrees(rank, CallPosition(*answer["place"]))
         ):
-            self._compare_words(log, ranks, rank)
+            self._compare_words(log, rank)
 
-    def _compare_words(self, log: CallLog, ranks: list[int], rank: int) -> None:
-        if threading.get_ident() == self._channel.thread and log.token in self._finding:
+    def _compare_words(self, log: CallLog, rank: int) -> None:
+        if threading.get_ident() == self._channel.thread and log.is_compared:
             return  # another thread does it; the watchdog's may not wait: it answers others
-        if not wait_until(lambda: log.token not in self._finding, 2 * KEPT_SECONDS):
+        if not wait_until(lambda: not log.is_compared, 2 * KEPT_SECONDS):
             return
-        self._finding.add(log.token)
+        log.is_compared = True
         try:
 
             def kept(block: int) -> Message:
-                asked = ranks[rank]
+                asked = log.ranks[rank]
                 answers = self._channel.ask([asked], KEPT_KIND, KEPT_SECONDS, group=log.token, block=block)
                 return answers.get(asked, NOTHING_KEPT)
 
             if failure := log.find(rank, dict(kept(NO_BLOCK)["starts"]), lambda block: kept(block)["words"]):
-                self._fail(log, ranks, failure, True)
+                self._fail(log, failure, True)
         finally:
-            self._finding.discard(log.token)
+            log.is_compared = False
 
     def _kept(self, message: Message) -> Message:
         """Return what this rank keeps of its calls, and the words of one block."""
-        if (known := self._find(message["group"])) is None:
+        if (log := self._find(message["group"])) is None:
             return NOTHING_KEPT
-        log, _ = known
         words = [memoryview(each).cast("q").tolist() for each in log.words(message["block"])]
         return {"starts": list(log.starts().items()), "words": words}
 
-    def _fail(self, log: CallLog, ranks: list[int], failure: str, tells: bool) -> None:
+    def _fail(self, log: CallLog, failure: str, tells: bool) -> None:
         if log.failure is None:
             log.fail(failure, TELLS if tells else 0)
-            self._send_failure(log, ranks)
+            self._send_failure(log)
 
     # -- at the end of a group, and after MPI has failed -----------------------------------------------
 
@@ -163,20 +150,19 @@ class CallExchange:
 
         Ranks that have not come as far are waited for, so many seconds at most.
         """
-        ranks = next((ranks for each, ranks in self._live() if each is log), None)
-        if ranks is None:
+        if log not in self._live():
             return
         if log.is_ending:
-            self._ended.append((log, ranks))
-        self._send_failure(log, ranks)
-        others = {ranks[each]: each for each in log.neighbours()}
+            self._ended.append(log)
+        self._send_failure(log)
+        others = {log.ranks[each]: each for each in log.neighbours()}
         began, nap = time.monotonic(), SHORTEST_NAP
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
             answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log, True))
             self._unanswered = 0 if answers else self._unanswered + 1
             for asked, answer in answers.items():
-                self._take(log, ranks, others[asked], answer)
+                self._take(log, others[asked], answer)
             own = log.place()
             late = {
                 each for each, answer in answers.items() if own and answer.get("place") and answer["place"][0] < own[0]
