@@ -348,7 +348,7 @@ def test_objects_of_many_buffers_and_layouts(rank, size):
 def test_an_object_with_a_small_array_takes_the_slots(every, rank, size, monkeypatch):
     from hpcdist.backends.mpi import parts
 
-    monkeypatch.setattr(parts, "all_gather", None)  # the way of large ones
+    monkeypatch.setattr(parts, "deliver", None)  # the way of large ones
     for _ in range(2):
         gathered = [None] * size
         dist.all_gather_object(gathered, {"loss": np.array(float(rank)), "grad": np.ones(100, np.float32)})

@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 import struct
 import threading
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -86,22 +87,18 @@ class MPIObjects(Objects):
         self._communicator.check_in_step(call)
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
-        gathered = None
         try:
             slots, received = self._gather_slots(data, is_in_slot)
             while 0 in received[:: slots.size]:
                 self._slots = slots.grown(received)
                 if self._slots is slots:
-                    with self._communicator.in_step(call):
-                        gathered = parts.all_gather(self._communicator.open_private(), [data, *apart])
-                    break
+                    given = {dst: [data, *apart] for dst in range(self._size)}
+                    return self._deliver(call, given, given, failure, weights_only)
                 slots, received = self._gather_slots(data, is_in_slot)
         except MPI.Exception as error:
             raise self._communicator.failure(call, error) from error
         self._check(call, failure)
-        if gathered is None:
-            return [_loads(each) for (each,) in slots.each(received)]
-        return [unpacked(*each, weights_only=weights_only) for each in gathered]
+        return [_loads(each) for (each,) in slots.each(received)]
 
     def _gather_slots(self, data: bytes, is_in_slot: bool) -> tuple[Slots, bytearray]:
         slots = self._slots
@@ -114,12 +111,25 @@ class MPIObjects(Objects):
         self._comm.Allgather((slot, BYTE), (received, BYTE))
         return slots, received
 
+    def _deliver(
+        self,
+        call: str,
+        given: Mapping[int, parts.Parts],
+        sources: Iterable[int],
+        failure: BaseException | None,
+        weights_only: bool,
+    ) -> list[Any]:
+        """Send packed objects to some ranks, and return those of some ranks."""
+        with self._communicator.in_step(call):
+            received = parts.deliver(self._communicator.open_private(), given, sources)
+        self._check(call, failure)
+        return [unpacked(*each, weights_only=weights_only) for each in received]
+
     def _gather_object(self, value: Any, root: int, weights_only: bool) -> list[Any] | None:
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
-        with self._communicator.in_step("gather_object"):
-            gathered = parts.gather(self._communicator.open_private(), [data, *apart], root)
-        self._check("gather_object", failure)
-        return None if gathered is None else [unpacked(*each, weights_only=weights_only) for each in gathered]
+        sources = range(self._size if self._rank == root else 0)
+        gathered = self._deliver("gather_object", {root: [data, *apart]}, sources, failure, weights_only)
+        return gathered if self._rank == root else None
 
     def _broadcast_object(self, value: Any, root: int, weights_only: bool) -> Any:
         given, failure = None, None
@@ -132,14 +142,11 @@ class MPIObjects(Objects):
         return value if self._rank == root else unpacked(*received, weights_only=weights_only)
 
     def _scatter_object(self, values: list[Any] | None, root: int, weights_only: bool) -> Any:
-        given, failure = None, None
+        given, failure = {}, None
         if self._rank == root and values is not None:
             each_packed, failure = packed_list(values, root, weights_only=weights_only)
-            given = [[data, *apart] for data, apart in each_packed]
-        with self._communicator.in_step("scatter_object"):
-            received = parts.scatter(self._communicator.open_private(), given, root)
-        self._check("scatter_object", failure)
-        return unpacked(*received, weights_only=weights_only)
+            given = {dst: [data, *apart] for dst, (data, apart) in enumerate(each_packed)}
+        return self._deliver("scatter_object", given, [root], failure, weights_only)[0]
 
     def _check(self, call: str, failure: BaseException | None) -> None:
         if self._communicator.is_checked:

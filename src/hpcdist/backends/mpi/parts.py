@@ -6,7 +6,7 @@ What arrives are bytes and nothing else: nothing is unpickled here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,35 +75,14 @@ def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | Non
     return parts, sender
 
 
-def all_gather(comm: MPI.Intracomm, parts: Parts) -> list[Parts]:
-    """Gather every rank's parts on all ranks, by messages."""
+def deliver(comm: MPI.Intracomm, given: Mapping[int, Parts], sources: Iterable[int]) -> list[Parts]:
+    """Send parts to some ranks by messages, and return what some ranks have sent to this one, in other memory."""
     rank, size, match = comm.rank, comm.size, partial(probe, comm)
-    sent = [send(comm.Isend, parts, (rank + step) % size, 0) for step in range(1, size)]
-    gathered: list[Parts] = [receive(match, r, 0)[0] if r != rank else in_other_memory(parts) for r in range(size)]
+    others = sorted(given.keys() - {rank}, key=lambda dst: (dst - rank) % size)  # not all to the same one at once
+    sent = [send(comm.Isend, given[dst], dst, 0) for dst in others]
+    received = [receive(match, src, 0)[0] if src != rank else list(map(bytearray, given[rank])) for src in sources]
     finish(sent)
-    return gathered
-
-
-def gather(comm: MPI.Intracomm, parts: Parts, root: int) -> list[Parts] | None:
-    """Gather every rank's parts on the root, by messages."""
-    if comm.rank != root:
-        send(comm.Send, parts, root, 0)
-        return None
-    match = partial(probe, comm)
-    return [receive(match, r, 0)[0] if r != root else in_other_memory(parts) for r in range(comm.size)]
-
-
-def scatter(comm: MPI.Intracomm, each: Sequence[Parts] | None, root: int) -> Parts:
-    """Hand each rank its parts of the root's list, by messages."""
-    if comm.rank != root or each is None:
-        return receive(partial(probe, comm), root, 0)[0]
-    finish([send(comm.Isend, parts, r, 0) for r, parts in enumerate(each) if r != root])
-    return in_other_memory(each[root])
-
-
-def in_other_memory(parts: Parts) -> Parts:
-    """Return this rank's own parts as another would receive them."""
-    return [bytearray(part) for part in parts]
+    return received
 
 
 def finish(sent: list[list[Any]]) -> None:
