@@ -11,8 +11,8 @@ from torch.distributed import ReduceOp
 
 pytest.importorskip("mpi4py")
 
-from hpcdist.backends.mpi.node import arithmetic, between_nodes, window
-from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
+from hpcdist.backends.mpi.node import arithmetic, collectives, window
+from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.process import ulfm
 from tests.mpi.test_shared_memory import REDUCIBLE, assert_same, expected, random_calls, values
@@ -29,7 +29,7 @@ def node_of(layout: str, rank: int, ranks: int) -> str:
     return {"halves": str(rank // halves), "interleaved": str(rank % halves), "each alone": str(rank)}[layout]
 
 
-def between(every, layout: str, poll=lambda: None) -> BetweenNodes:
+def between(every, layout: str, poll=lambda: None) -> NodeShared:
     """Make what the ranks of an imitation of several nodes need; every rank calls."""
     if every.size % 2 and layout != "each alone":
         pytest.skip("an odd number of ranks is not divided evenly")
@@ -37,13 +37,13 @@ def between(every, layout: str, poll=lambda: None) -> BetweenNodes:
     if places.nodes == 1:
         places.node.Free()
         pytest.skip("these ranks are on one node")
-    return BetweenNodes(places, SimpleNamespace(derived=[], poll=poll, is_background=bool))
+    return NodeShared(places, SimpleNamespace(derived=[], poll=poll, is_background=bool))
 
 
 @pytest.fixture(params=["halves", "interleaved", "each alone"], scope="module")
 def several(request, every):
     with pytest.MonkeyPatch.context() as patch:  # several pieces, each added up in several blocks
-        patch.setattr(between_nodes, "PIECE_BYTES", 1 << 20)
+        patch.setattr(collectives, "PIECE_BYTES", 1 << 20)
         patch.setattr(arithmetic, "FOLD_BYTES", 10_000)
         made = between(every, request.param)
         yield made
@@ -53,12 +53,12 @@ def several(request, every):
 @pytest.fixture
 def sharing(several):
     """Nodes of several ranks, which have moving collectives too."""
-    if several._places.is_flat:
+    if several.places.is_flat:
         pytest.skip("nodes of one rank have reductions only")
     return several
 
 
-def reduce_all_rows(several: BetweenNodes, rank: int, size: int, dtype: torch.dtype, op: str) -> None:
+def reduce_all_rows(several: NodeShared, rank: int, size: int, dtype: torch.dtype, op: str) -> None:
     """Check all_reduce in place and not, and reduce_scatter."""
     reduce_op = getattr(ReduceOp, op)
     for numel in LENGTHS:
@@ -140,8 +140,8 @@ def test_half_types_round_once_a_level(several, every, dtype, numel):
     exact, eps = every_send.double().sum(0), torch.finfo(dtype).eps
     tiny = every_send.double().abs().sum(0) * 1e-6 + torch.finfo(dtype).smallest_normal * eps * size
     in_nodes = torch.zeros(numel, dtype=torch.float64)
-    if not several._places.is_flat:
-        in_nodes = sum(every_send[ranks].double().sum(0).abs() for ranks in several._places.ranks) * eps / 2
+    if not several.places.is_flat:
+        in_nodes = sum(every_send[ranks].double().sum(0).abs() for ranks in several.places.ranks) * eps / 2
     bound = exact.abs() * eps / 2 + in_nodes * (1 + eps) + tiny
     recv = torch.empty(numel, dtype=dtype)
     several.all_reduce(every_send[rank].clone(), recv, ReduceOp.SUM)
@@ -199,8 +199,8 @@ def test_poll_leaves_a_wait_in_the_window(every, row):
         calls = {
             "all_reduce": lambda: several.all_reduce(send, send, ReduceOp.SUM),
             "broadcast": lambda: several.broadcast(send, 1),
-            "all_gather_single": lambda: several._window.collect(
-                *between_nodes.where(send.split(300_000)), window.CHUNK_BYTES
+            "all_gather_single": lambda: several.window.collect(
+                *collectives.where(send.split(300_000)), window.CHUNK_BYTES
             ),
             "reduce_scatter_single": lambda: several.reduce_scatter_single(torch.ones(1_200_000), recv, ReduceOp.SUM),
         }

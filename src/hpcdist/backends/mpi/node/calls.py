@@ -13,7 +13,6 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.between_nodes import BetweenNodes
 from hpcdist.backends.mpi.node.collectives import NodeShared
 from hpcdist.backends.mpi.node.places import Places, locate
 from hpcdist.backends.mpi.plans import Plan, Plans
@@ -27,7 +26,7 @@ class NodeCalls:
     def __init__(self, communicator: Communicator, plans: Plans) -> None:
         self._communicator, self._plans = communicator, plans
         self._places: Places | None = None
-        self.shared: NodeShared | BetweenNodes | None = None  # carries the calls out, once it is made
+        self.shared: NodeShared | None = None  # carries the calls out, once it is made
 
     def can_carry(self, plan: Plan, nbytes: int) -> bool:
         """Tell whether a call of so many bytes goes this way; every rank calls, and makes what the first call needs."""
@@ -45,9 +44,8 @@ class NodeCalls:
 
     def _connect(self, places: Places) -> None:
         """Make what the calls need, or leave them all to MPI if a node cannot share memory; every rank calls."""
-        kind = NodeShared if places.nodes == 1 else BetweenNodes
         try:
-            self.shared = kind(places, self._communicator)
+            self.shared = NodeShared(places, self._communicator)
         except MPI.Exception:  # which is a RuntimeError: a rank has died
             raise
         except RuntimeError as error:
@@ -57,7 +55,7 @@ class NodeCalls:
     def takes_list(self, send: TensorList, recv: torch.Tensor) -> bool:
         """Tell whether ``run`` reads the tensors of a list where they lie: on one node, if none is written."""
         written = [(recv.data_ptr(), recv.nbytes)]
-        return isinstance(self.shared, NodeShared) and not do_overlap(send.places(), written)
+        return self._plans.nodes == 1 and not do_overlap(send.places(), written)
 
     def run(self, row: Row, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run one collective; every rank calls.

@@ -1,7 +1,7 @@
-"""Collectives through the memory that the ranks of one node share.
+"""Collectives of a group through the memory of its nodes: shared memory in each, the site's own MPI between them.
 
-Each method repeats the same steps on the window's three slots: put this rank's part, publish the step, wait until the
-other ranks of the node have published theirs, read. All take one step a chunk, but for an all_reduce:
+On one node each method repeats the same steps on the window's three slots: put this rank's part, publish the step, wait
+until the other ranks of the node have published theirs, read. All take one step a chunk, but for an all_reduce:
 
 - Small ("direct"): every rank puts all of its tensor, waits once and reduces everything itself, always in rank order,
   so that all ranks hold the same bits.
@@ -20,31 +20,76 @@ its end.
 
 Data moves by `memmove` on addresses, which takes 0.3 µs for the call, releases the GIL and knows no dtype; sums are
 torch's.
+
+If there are several nodes, each has equally many of the ranks. Those with the same local index have a communicator
+across the nodes, and one slice of the data, so that what crosses the network is the least that there can be:
+
+- all_reduce: a node's ranks reduce a slice each, MPI_Allreduce combines it across nodes, all ranks collect all slices.
+- reduce_scatter: each rank reduces the blocks of the ranks with its local index, gets those of all nodes for itself by
+  MPI_Alltoall, and reduces them. (Open MPI's MPI_Reduce_scatter_block sends twice as much on two nodes.)
+- all_gather: MPI_Allgatherv gathers the blocks of the ranks with one local index, and a node's ranks exchange them.
+- broadcast: the root's node shares the tensor, MPI_Bcast takes a slice each to the other nodes, whose ranks collect it.
+
+What MPI has no type and op for goes by MPI_Alltoallv: each rank gets its share of every node's slice and reduces them
+in the order of the nodes, and MPI_Allgatherv collects the results. These are half types, which so travel in their own
+bytes, are added in float32 and rounded once (an MPI_Op would round at each of MPI's steps, and MPICH reduces by ops of
+a user in log2 N steps of the whole); MIN and MAX of floats, because MPI leaves NaN undefined; and the narrow integers
+of ``reductions.wide``. On nodes of one rank, which share no memory, that is all that is done here.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
 from ctypes import memmove
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
+from hpcdist.backends.mpi.datatypes import BYTE, DATATYPES, memory, run
 from hpcdist.backends.mpi.node.arithmetic import Fold
 from hpcdist.backends.mpi.node.places import Places
 from hpcdist.backends.mpi.node.slices import Slices
-from hpcdist.backends.mpi.node.window import CHUNK_BYTES, KEPT_SLICES, SLOT_BYTES, SLOTS, NodeWindow
+from hpcdist.backends.mpi.node.window import (
+    CHUNK_BYTES,
+    KEPT_SLICES,
+    LINE_BYTES,
+    POLL_SECONDS,
+    SLOT_BYTES,
+    SLOTS,
+    NodeWindow,
+)
+from hpcdist.backends.mpi.process import ulfm
+from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import name_of
 
 DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
 DIRECT_HALF_BYTES_OF_TWO = 1 << 17
+PIECE_BYTES = 4 << 20  # of a slice that are carried through all steps between nodes at a time
+
+
+def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
+    """Return MPI's type and op that combine what a fold does; None if it has none."""
+    is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
+    if fold.dtype not in DATATYPES or is_ordered or wide(fold.dtype, fold.op) is not None:
+        return None
+    return DATATYPES[fold.dtype], mpi_op(fold.dtype, fold.op)
+
+
+def where(parts: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return where each part lies, and its bytes."""
+    return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
 class NodeShared:
-    """Runs collectives of one communicator through memory shared on the node.
+    """Runs collectives of one communicator through memory shared on its nodes.
 
     The methods are collective: same order, sizes, dtypes and ops on every rank. Tensors are contiguous, of any shape,
     on the CPU and checked by the caller; `send` may be `recv`. A result is visible when the method returns.
@@ -52,31 +97,99 @@ class NodeShared:
     """
 
     def __init__(self, places: Places, communicator: Communicator) -> None:
-        self.window = window = NodeWindow(places, communicator)
-        self.rank, self.size = window.rank, window.size
+        self.places, self._poll = places, communicator.poll
+        self.window: NodeWindow = None if places.is_flat else NodeWindow(places, communicator)  # type: ignore[assignment]
+        self._rank, self._ranks = places.comm.Get_rank(), places.comm.Get_size()
+        node = places.ranks[places.here]
+        self._local, self._size = node.index(self._rank), len(node)
+        self._across: MPI.Intracomm | None = None  # the ranks with this one's local index; None on one node
+        if places.nodes > 1:
+            self._across = MPI.Intracomm(places.comm.Split(self._local, key=places.here))
+            communicator.derived.append(self._across)  # to be revoked with it
+        self._direct_bytes = DIRECT_BYTES // self._size
+        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self._size == 2 else DIRECT_HALF_BYTES
+        self._kept: dict[str, torch.Tensor] = {}
         self._fold_of = cache(Fold)
-        self._direct_bytes = DIRECT_BYTES // window.size
-        self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if window.size == 2 else DIRECT_HALF_BYTES
-        self._slices = lru_cache(KEPT_SLICES)(partial(Slices, window))
-        self._beginnings = lru_cache(KEPT_SLICES)(window.beginnings)
+        self._slices = lru_cache(KEPT_SLICES)(Slices)
+        self._beginnings = lru_cache(KEPT_SLICES)(NodeWindow.beginnings)
+
+    # -- what all calls share ------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call MPI across the nodes.
+
+        Under ULFM by the nonblocking function: Open MPI 5.0.11 does not end a blocking one by revocation if a rank of
+        it is stopped (all_reduce of 4 MiB on 2 nodes of 2 ranks).
+        """
+        if not ulfm.is_tolerant():
+            getattr(self._across, name)(*arguments)
+            return
+        request, polled = getattr(self._across, f"I{name.lower()}")(*arguments), float("-inf")
+        try:
+            while True:  # without naps, as MPI waits: it moves data inside its calls
+                if (now := time.monotonic()) - polled > POLL_SECONDS:
+                    polled = now
+                    self._poll()
+                if request.Test():
+                    return
+                os.sched_yield()
+        except BaseException:
+            ulfm.UNFINISHED.append((request, arguments))
+            raise
+
+    def _memory(self, use: str, rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that is kept from call to call: the system takes longer to clear new pages than MPI to fill."""
+        nbytes = rows * numel * dtype.itemsize
+        kept = self._kept.get(use)
+        if kept is None or kept.numel() < nbytes:
+            kept = self._kept[use] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return kept[:nbytes].view(dtype).view(rows, numel)
+
+    def _fold_by_level(self, whole: Fold) -> tuple[Fold, Fold]:
+        """Return how to reduce in the node, and how to combine the nodes' results.
+
+        An average is divided at the end, but for half types, which are rounded in between: there the sum may be beyond
+        the largest float16.
+        """
+        undivided = self._fold_of(whole.dtype, whole.op, 0)
+        is_divided_before = whole.wide is not None and self.window is not None
+        return (whole, undivided) if is_divided_before else (undivided, whole)
+
+    def _divide(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Divide a tensor among the ranks of a node."""
+        line = max(1, LINE_BYTES // flat.itemsize)
+        share = -(-flat.numel() // (self._size * line)) * line
+        return [flat[i * share : (i + 1) * share] for i in range(self._size)]
+
+    def _reduce(self, fold: Fold, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Reduce a part of the node's tensors for each of its ranks; `out` gets this rank's, and may be its part."""
+        if self.window is None:
+            fold.reduce(parts, out)
+        else:
+            slices = self._slices(self.window, fold, min(parts[0].nbytes, CHUNK_BYTES))
+            slices.reduce_scatter(*where(parts), parts[self._local], out)
+
+    # -- reductions ----------------------------------------------------------------------------------
 
     def all_reduce(self, send: torch.Tensor, recv: torch.Tensor, op: Any) -> None:
         """Reduce `send` of all ranks into `recv` of all ranks (MPI_Allreduce)."""
-        fold = self._fold_of(send.dtype, name_of(op), self.size)
+        fold = self._fold_of(send.dtype, name_of(op), self._ranks)
         if fold.dtype is not send.dtype:
             send, recv = send.view(fold.dtype), recv.view(fold.dtype)
         if send.dim() != 1:
             send, recv = send.view(-1), recv.view(-1)
-        if send.nbytes <= (self._direct_bytes if fold.wide is None else self._direct_half_bytes):
+        if self._across is not None:
+            self._all_reduce_between(send, recv, *self._fold_by_level(fold))
+        elif send.nbytes <= (self._direct_bytes if fold.wide is None else self._direct_half_bytes):
             self._all_reduce_direct(send, recv, fold)
         else:
             self._all_reduce_by_slices(send, recv, fold)
 
     def _all_reduce_direct(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
         window, turn = self.window, self.window.turn
-        parts = self._beginnings(send.nbytes, fold.dtype)[turn]
+        parts = self._beginnings(window, send.nbytes, fold.dtype)[turn]
         window.wait(window.free[turn])
-        memmove(window.addresses[turn][self.rank], send.data_ptr(), send.nbytes)
+        memmove(window.addresses[turn][self._local], send.data_ptr(), send.nbytes)
         step = window.publish()
         window.free[turn] = step + 1
         window.turn = (turn + 1) % SLOTS
@@ -84,10 +197,10 @@ class NodeShared:
         fold.reduce(parts, recv)
 
     def _all_reduce_by_slices(self, send: torch.Tensor, recv: torch.Tensor, fold: Fold) -> None:
-        window, rank, ranks = self.window, self.rank, self.size
+        window, rank, ranks = self.window, self._local, self._size
         size, item, source, target = send.nbytes, send.itemsize, send.data_ptr(), recv.data_ptr()
         pieces = ranks * -(-size // min(SLOT_BYTES, max(CHUNK_BYTES, size // 4)))
-        slices = self._slices(fold, -(-size // pieces))
+        slices = self._slices(window, fold, -(-size // pieces))
         share = slices.share
         chunk = ranks * share
         count, first = -(-size // chunk), window.turn
@@ -132,33 +245,121 @@ class NodeShared:
         window.turn = (first + count) % SLOTS
         window.free = [window.publish()] * SLOTS
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Copy `tensor` of one rank to all (MPI_Bcast)."""
-        chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, tensor.nbytes // 8))
-        self.window.share(root, tensor.data_ptr(), tensor.nbytes, chunk)
+    def _all_reduce_between(self, send: torch.Tensor, recv: torch.Tensor, inner: Fold, outer: Fold) -> None:
+        step = PIECE_BYTES // send.itemsize * self._size
+        for low in range(0, send.numel(), step):
+            source, target = send[low : low + step], recv[low : low + step]
+            if self.window is None:
+                self._combine(source, target, outer)
+                continue
+            parts = self._divide(target)
+            own = parts[self._local]
+            self._reduce(inner, self._divide(source), own)
+            if own.numel():
+                self._combine(own, own, outer)
+            self.window.collect(*where(parts), CHUNK_BYTES)
+
+    def _combine(self, source: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
+        """Reduce `source` of all nodes into `target`, which may be the same memory."""
+        known = native(fold)
+        if known is not None:
+            if source is not target:
+                target.copy_(source)
+            self._call("Allreduce", MPI.IN_PLACE, [memory(target), known[0]], known[1])
+            fold.finish(target)
+            return
+        nodes, here, item, numel = self.places.nodes, self.places.here, source.itemsize, source.numel()
+        line = max(1, LINE_BYTES // item)
+        share = -(-numel // (nodes * line)) * line
+        bounds = [min(numel, node * share) for node in range(nodes + 1)]
+        starts = [low * item for low in bounds[:-1]]
+        lengths = [(high - low) * item for low, high in pairwise(bounds)]
+        own = target[bounds[here] : bounds[here + 1]]
+        inbox = self._memory("inbox", nodes, own.numel(), own.dtype)
+        arriving = [[own.nbytes] * nodes, [node * own.nbytes for node in range(nodes)]]
+        self._call("Alltoallv", [memory(source), lengths, starts, BYTE], [memory(inbox), *arriving, BYTE])
+        fold.reduce(list(inbox), own)
+        self._call("Allgatherv", MPI.IN_PLACE, [memory(target), lengths, starts, BYTE])
+
+    def reduce_scatter_single(self, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any) -> None:
+        """Reduce block r of all ranks' `send` into `recv` of rank r (MPI_Reduce_scatter_block).
+
+        On one node `send` may be a list.
+        """
+        fold = self._fold_of(send.dtype, name_of(op), self._ranks)
+        nbytes, recv = recv.nbytes, recv.view(fold.dtype).view(-1)
+        if self._across is not None:
+            assert isinstance(send, torch.Tensor)
+            self._reduce_scatter_between(send, recv, *self._fold_by_level(fold))
+            return
+        if isinstance(send, TensorList):
+            places, own = send.addresses, send.tensors[self._rank]
+        else:
+            places, own = (
+                [send.data_ptr() + r * nbytes for r in range(self._size)],
+                send.view(self._size, -1)[self._rank],
+            )
+        slices = self._slices(self.window, fold, nbytes)
+        slices.reduce_scatter(places, [nbytes] * self._size, own.view(-1).view(fold.dtype), recv)
+
+    def _reduce_scatter_between(self, send: torch.Tensor, recv: torch.Tensor, inner: Fold, outer: Fold) -> None:
+        blocks = send.view(inner.dtype).view(self._ranks, -1)
+        nodes = self.places.nodes
+        step = max(LINE_BYTES, PIECE_BYTES // nodes) // recv.itemsize
+        for low in range(0, recv.numel(), step):
+            out = recv[low : low + step]
+            stage = self._memory("stage", nodes, out.numel(), out.dtype)
+            for ranks, row in zip(self.places.ranks, stage, strict=True):
+                self._reduce(inner, [blocks[rank][low : low + step] for rank in ranks], row)
+            inbox = self._memory("inbox", nodes, out.numel(), out.dtype)
+            self._call("Alltoall", [memory(stage), BYTE], [memory(inbox), BYTE])
+            outer.reduce(list(inbox), out)
+
+    # -- moves ---------------------------------------------------------------------------------------
 
     def all_gather_single(self, send: torch.Tensor, recv: torch.Tensor) -> None:
         """Concatenate `send` of all ranks in `recv` of all ranks (MPI_Allgather); `send` may be its own place there."""
         nbytes, source, target = send.nbytes, send.data_ptr(), recv.data_ptr()
-        places = [target + r * nbytes for r in range(self.size)]
-        if places[self.rank] != source:
-            memmove(places[self.rank], source, nbytes)
-            places[self.rank] = source  # which is in a core's cache
-        self.window.collect(places, [nbytes] * self.size, SLOT_BYTES)
+        places = [target + r * nbytes for r in range(self._ranks)]
+        if places[self._rank] != source:
+            memmove(places[self._rank], source, nbytes)
+            places[self._rank] = source  # which is in a core's cache
+        if self._across is not None:
+            peers = [ranks[self._local] for ranks in self.places.ranks]
+            count, unit = run(nbytes)
+            whole = unit.Create_contiguous(count).Commit()
+            self._call("Allgatherv", MPI.IN_PLACE, [memory(recv), [1] * len(peers), peers, whole])
+            whole.Free()
+        chunk = SLOT_BYTES if self._across is None else CHUNK_BYTES
+        for ranks in self.places.ranks:
+            self.window.collect([places[rank] for rank in ranks], [nbytes] * self._size, chunk)
 
-    def reduce_scatter_single(self, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any) -> None:
-        """Reduce block r of all ranks' `send`, a tensor or a list, into `recv` of rank r (MPI_Reduce_scatter_block)."""
-        fold = self._fold_of(send.dtype, name_of(op), self.size)
-        nbytes, recv = recv.nbytes, recv.view(fold.dtype).view(-1)
-        if isinstance(send, TensorList):
-            places, own = send.addresses, send.tensors[self.rank]
-        else:
-            places, own = [send.data_ptr() + r * nbytes for r in range(self.size)], send.view(self.size, -1)[self.rank]
-        slices = self._slices(fold, nbytes)
-        slices.reduce_scatter(places, [nbytes] * self.size, own.view(-1).view(fold.dtype), recv)
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy `tensor` of one rank to all (MPI_Bcast)."""
+        chunk = min(SLOT_BYTES, max(CHUNK_BYTES // 4, tensor.nbytes // 8))
+        if self._across is None:
+            self.window.share(root, tensor.data_ptr(), tensor.nbytes, chunk)
+            return
+        window, ranks, here = self.window, self.places.ranks, self.places.here
+        first = next(node for node, each in enumerate(ranks) if root in each)
+        flat, step = tensor.view(-1).view(torch.uint8), PIECE_BYTES * self._size
+        for low in range(0, flat.numel(), step):
+            target = flat[low : low + step]
+            parts = self._divide(target)
+            if here == first:
+                window.share(ranks[here].index(root), target.data_ptr(), target.nbytes, CHUNK_BYTES)
+            if (own := parts[self._local]).numel():
+                self._call("Bcast", [memory(own), BYTE], first)
+            if here != first:
+                window.collect(*where(parts), CHUNK_BYTES)
 
     def close(self) -> None:
-        """Leave the window, once or often."""
+        """Leave the window, and free the communicators made here, once or often."""
         self._slices.cache_clear()
         self._beginnings.cache_clear()
-        self.window.close()
+        if self._across:
+            self._across.Free()
+        if self.window is not None:
+            self.window.close()
+        elif self.places.node:
+            self.places.node.Free()

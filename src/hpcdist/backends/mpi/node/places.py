@@ -32,8 +32,8 @@ class Places(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether each node has only one of the ranks, so that nobody shares memory."""
-        return len(self.ranks) == self.comm.Get_size()
+        """Whether each of several nodes has only one of the ranks, so that nobody shares memory."""
+        return 1 < self.nodes == self.comm.Get_size()
 
 
 def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = None) -> Places:
