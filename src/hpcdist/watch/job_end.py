@@ -22,6 +22,7 @@ from typing import Any
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import run_hook
 from hpcdist.core.printing import FORWARD_SECONDS
+from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.liveness import Liveness
@@ -109,12 +110,23 @@ class JobEnd:
         if self.is_known:
             self._exit()
 
+    def let_leave(self) -> bool:
+        """Wait for the processes that end with their own status, and return whether this one has to abort the job.
+
+        Under ULFM mpirun returns the last status with which a process exits itself, after an abort too: 0 at times.
+        """
+        backend = None if WORLD.default is None else WORLD.default.any_backend()
+        if not self._hides_status or backend is None or not backend.faults.interrupts_all():
+            return False
+        leaving = [each for each in self._liveness.channel.endpoints.values() if each.process in self._liveness.left]
+        wait_until(lambda: all(map(self._liveness.has_ended, leaving)), END_SECONDS)
+        return True
+
     def _exit(self) -> None:
         with suppress(Exception):  # it is None, closed or broken
             sys.stdout.flush()
-        backend = None if WORLD.default is None else WORLD.default.any_backend()
-        if self._hides_status and backend is not None and backend.faults.interrupts_all():
-            backend.end_job(ABORT_STATUS)  # under ULFM mpirun returns the last status with which a process exits itself
+        if self.let_leave() and WORLD.default is not None:
+            WORLD.default.any_backend().end_job(ABORT_STATUS)
         os._exit(ABORT_STATUS)
 
 

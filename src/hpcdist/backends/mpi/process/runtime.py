@@ -278,6 +278,11 @@ def abort(status: int) -> None:
     # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
     # needs neither. The launcher ends the job of a killed rank.
     limit_end(ABORT_SECONDS)
+    if is_fault_tolerant():
+        from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
+
+        if len(ulfm.failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.Get_size() - 1:
+            os._exit(status)  # mpirun (Open MPI 5.0.11) returned 0 for MPI_Abort of the last process, as of the others
     MPI.COMM_WORLD.Abort(status)
 
 
