@@ -121,7 +121,6 @@ class MPIBackend(Backend):
         return StagedBackend(self, self.collectives.is_shared, getattr(torch, device_type))
 
     def call_log(self) -> CallLog | None:
-        """Return the calls of this rank, if the group is on several nodes."""
         return self.check.log
 
     def leave(self) -> None:
@@ -129,24 +128,20 @@ class MPIBackend(Backend):
         self.check.leave()
 
     def end_job(self, status: int) -> None:
-        """End the job."""
         runtime.abort(status)
 
     # -- groups --------------------------------------------------------------------------------------
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> MPIBackend | None:
-        """Make all subgroups by one MPI_Comm_split."""
         self.settle()
         made = self.check.make(SPLIT_SAID, 0, lambda: self.communicator.split(subgroups))
         return None if made is None else self.over(made)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> MPIBackend:
-        """Make a communicator by MPI_Comm_create_group, which only its members call."""
         self.settle()
         return self.over(self.communicator.create_group(ranks, name))
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPIBackend:
-        """Make a communicator without some ranks, dead ones too if this MPI can."""
         return self.over(self.communicator.shrink(excluded, name, aborts))
 
     def over(self, comm: MPI.Intracomm) -> MPIBackend:
@@ -229,7 +224,6 @@ class MPIMembership(Membership):
         return bool(runtime.OWNED) and ulfm.leave_launcher(self._communicator.comm)
 
     def exit_barrier(self) -> Callable[[], bool] | None:
-        """Begin the exit barrier."""
         return runtime.exit_barrier()
 
     def all_finalize(self, finalizes: bool) -> bool:

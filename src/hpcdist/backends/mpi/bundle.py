@@ -56,7 +56,6 @@ class Bundler:
             self._datatype.Free()
 
     def close(self) -> None:
-        """Free the communicator and the datatype."""
         self._forget()
         if self._alone is not None:
             self._alone.Free()

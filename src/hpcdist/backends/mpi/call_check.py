@@ -269,7 +269,6 @@ class CallCheck:
         return True
 
     def _begun(self, number: int) -> list[int]:
-        """Return the other ranks that have begun a call."""
         board = self.board
         return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
@@ -429,7 +428,6 @@ class CallCheck:
         return sent, received
 
     def _error(self, number: int, own: int) -> CallsDifferError:
-        """Return the error that names who makes which call."""
         board = self.board
         calls: dict[str, list[int]] = {}
         for index, rank in enumerate(board.ranks):

@@ -216,7 +216,6 @@ class Communicator(Faults):
         return MismatchError(explained(text, "long-message"))
 
     def failed_receive(self, call: str, error: MPI.Exception, status: MPI.Status, nbytes: int) -> Exception:
-        """Return c10d's error for MPI's of a receive."""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             return self.too_long(call, status, nbytes)
         return self.failure(call, error)
@@ -263,7 +262,6 @@ class Communicator(Faults):
         return self.cancel(reason, thread) or (self.comm != MPI.COMM_NULL and self.revoke(reason))
 
     def interrupts_all(self) -> bool:
-        """Tell whether an interrupted collective raises on all ranks: by MPI_Comm_revoke."""
         return ulfm.is_tolerant()
 
     def end_receives(self, reason: str) -> None:
@@ -278,7 +276,6 @@ class Communicator(Faults):
                 work.is_completed()
 
     def set_revoke_reason(self, reason: str) -> None:
-        """Raise with this reason when the communicator is revoked (ULFM)."""
         if ulfm.is_tolerant():
             self.interruption = reason
 
@@ -294,18 +291,15 @@ class Communicator(Faults):
         return True
 
     def is_revoked(self) -> bool:
-        """Tell whether the communicator was revoked, by any rank."""
         if not ulfm.is_tolerant() or self.comm == MPI.COMM_NULL:
             return False
         MPI.COMM_SELF.Iprobe(0, 0)  # news of it is taken in by MPI's progress
         return bool(self.comm.Is_revoked())
 
     def failed(self) -> list[int]:
-        """Return the ranks that MPI knows to have died (ULFM's MPI_Comm_get_failed)."""
         return ulfm.failed(self.comm)
 
     def knows_death(self) -> bool:
-        """Ask MPI for the dead of its world (ULFM)."""
         return bool(ulfm.failed(MPI.COMM_WORLD))
 
     # -- communicators of some of its ranks ------------------------------------------------------------

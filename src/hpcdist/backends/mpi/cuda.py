@@ -81,7 +81,6 @@ def answers(library: ctypes.CDLL, memory: Memory) -> list[bool]:
 
 
 def kinds_of_memory() -> list[str]:
-    """Return the kinds of memory that an MPI of version 4.1 names."""
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
@@ -180,7 +179,6 @@ class StagedBackend(Backend):
     # -- calls -----------------------------------------------------------------------------------------
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
-        """Check as MPI's side does."""
         self.inner.check_reduction(row, dtype, op)
 
     def run(self, call: Call) -> None:
@@ -224,11 +222,9 @@ class StagedBackend(Backend):
         return self.inner.open_queue().put(in_modes_of_caller(carry_out), call.shown(), is_large=True)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send the tensor's memory, or a copy of it."""
         self.inner.send(self._readable(tensor), dst, tag)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive into the tensor's memory, or into a copy of it."""
         target = self._readable(tensor)  # a shorter message leaves some of its values
         source = self.inner.recv(target, src, tag)
         if target is not tensor:
@@ -236,7 +232,6 @@ class StagedBackend(Backend):
         return source
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Begin to send."""
         return self.inner.isend(self._readable(tensor), dst, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:

@@ -59,19 +59,15 @@ class MPIObjects(Objects):
         self._slots = Slots(256)
 
     def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
-        """Gather every rank's object on all ranks."""
         return self._checked("all_gather_object", GATHERS.index(call), value, weights_only)
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
-        """Gather every rank's object on the root."""
         return self._checked("gather_object", root, value, weights_only)
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
-        """Hand the root's object to all ranks."""
         return self._checked("broadcast_object", root, value, weights_only)
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
-        """Hand each rank its object of the root's list."""
         return self._checked("scatter_object", root, values, weights_only)
 
     def _checked(self, name: str, root: int, value: Any, weights_only: bool) -> Any:
@@ -119,7 +115,6 @@ class MPIObjects(Objects):
         failure: BaseException | None,
         weights_only: bool,
     ) -> list[Any]:
-        """Send packed objects to some ranks, and return those of some ranks."""
         with self._communicator.in_step(call):
             received = parts.deliver(self._communicator.open_private(), given, sources)
         self._check(call, failure)
@@ -155,7 +150,6 @@ class MPIObjects(Objects):
             raise failure
 
     def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
-        """Send an object."""
         data, apart, failure = packed(value, self._rank, weights_only=weights_only)
         if failure is not None:
             raise failure
@@ -163,7 +157,6 @@ class MPIObjects(Objects):
             parts.send(self._comm.Send, [data, *apart], dst, TAG)
 
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
-        """Receive an object; return it and its sender."""
         with self._communicator.translating("recv_object"), self._receiving:
             received, sender = parts.receive(self._communicator.match, src, TAG)
         return unpacked(*received, weights_only=weights_only), sender

@@ -76,7 +76,6 @@ class MatchedReceive:
         return self.is_cancelled or (self.is_matched() and self.request.Get_status())  # type: ignore[union-attr]
 
     def Wait(self, status: MPI.Status) -> bool:
-        """Wait until the message has been received, or the receive was cancelled."""
         wait_until(lambda: self.Test(status), looks=PROBES)
         return True
 

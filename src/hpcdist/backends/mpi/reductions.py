@@ -117,7 +117,6 @@ class Reduction(NamedTuple):
         return values if self.factor is None else values.mul_(self.factor)
 
     def after(self, values: torch.Tensor, recv: torch.Tensor, size: int) -> None:
-        """Write the reduced values to the caller's tensor."""
         if self.keyed:
             Keys(values, self.keyed).turn()
         if values is not recv and not recv.is_floating_point() and not recv.is_complex():

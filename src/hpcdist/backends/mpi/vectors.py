@@ -41,7 +41,6 @@ class KeptMemory:
         self._kept = MPI.buffer.allocate(0)
 
     def of(self, nbytes: int) -> MPI.buffer:
-        """Return memory of at least so many bytes."""
         if nbytes <= len(self._kept):
             return self._kept
         made = MPI.buffer.allocate(nbytes)
@@ -182,7 +181,6 @@ def even_shares(
 
 
 def copy(targets: Iterable[int], sources: Iterable[int], sizes: Sequence[int]) -> None:
-    """Copy memory of some sizes from places to others."""
     for target, source, size in zip(targets, sources, sizes, strict=True):
         memmove(target, source, size)
 

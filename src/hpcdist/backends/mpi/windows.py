@@ -172,7 +172,6 @@ class MPIWindow(RemoteMemory):
             self._data.Flush(src)
 
     def accumulate(self, tensor: torch.Tensor, dst: int, offset: int, op: Any) -> None:
-        """MPI_Accumulate and MPI_Win_flush."""
         atomic_type(tensor.dtype)
         reduction.check(ALL_REDUCE, tensor.dtype, op)
         name = reduction.name_of(op)
@@ -204,7 +203,6 @@ class MPIWindow(RemoteMemory):
             self._data.Flush(dst)
 
     def fetch_and_add(self, value: torch.Tensor, dst: int, offset: int) -> torch.Tensor:
-        """MPI_Fetch_and_op and MPI_Win_flush."""
         datatype, before = atomic_type(value.dtype), torch.empty_like(value)
         if self._is_rdma and value.dtype is torch.complex64 and VERSION < (5,):
             raise TypeError(
@@ -255,7 +253,6 @@ class MPIWindow(RemoteMemory):
             window.Sync()
 
     def mapped(self, rank: int) -> torch.Tensor | None:
-        """Return the memory of a rank of this node."""
         return self._mapped.get(rank)
 
     def close(self, is_left: bool = False) -> None:
@@ -305,7 +302,6 @@ class MPIWindows(Windows):
     def open(
         self, sizes: Sequence[int], tensor: torch.Tensor | None, during: Callable[..., AbstractContextManager[object]]
     ) -> MPIWindow:
-        """Open memory of every rank by MPI's windows."""
         with self.communicator.translating("Window"):
             made = MPIWindow(self, self._made, sizes, tensor, during)
         self._made += 1

@@ -119,6 +119,5 @@ class Fold:
         return avg_pool2d(images, (rows, 1), divisor_override=self.divisor or 1).permute(0, 2, 3, 1).view(-1)
 
     def finish(self, total: torch.Tensor) -> None:
-        """Turn a sum into an average, where the op asks for one."""
         if self.divisor:
             average(total, self.divisor)

@@ -125,7 +125,6 @@ def is_wide(word: int) -> bool:
 
 
 def read(word: int, size: int) -> Said:
-    """Return what two words say."""
     if not is_wide(word):
         size = (word & WIDE) >> NUMBER_BITS
     code = word // ROOT
@@ -224,7 +223,6 @@ class CallBoard:
         return (self.whats[index][number & LAST] - number) & NUMBER < AHEAD
 
     def said(self, index: int, number: int) -> Said:
-        """Return a call that a rank has begun."""
         at = number & LAST
         return read(self.whats[index][at], self.sizes[index][at])
 
@@ -296,7 +294,6 @@ class CallBoard:
         return number, last, leader
 
     def decide(self, index: int, number: int, last: int, leader: int) -> None:
-        """Write a decision."""
         begin = index % DECISIONS * 3
         for offset, value in enumerate((number, last, leader)):
             self._decisions[begin + offset] = value
@@ -313,7 +310,6 @@ class CallBoard:
         fence()
 
     def has_turn(self) -> bool:
-        """Tell whether it is this rank's turn."""
         mine = (self._tickets[self.own], self.own)
         fence()
         return not any(self._choosing) and not any(
@@ -321,7 +317,6 @@ class CallBoard:
         )
 
     def end_turn(self) -> None:
-        """Give the turn to the next."""
         self._tickets[self.own] = 0
 
 
@@ -331,7 +326,6 @@ def has_counts(count: int, size: int) -> bool:
 
 
 def bytes_of(count: int, size: int) -> int:
-    """Return how much memory the board of some ranks of a group takes."""
     cells = count * (2 * RING + 5) + 1 + 3 * DECISIONS
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 

@@ -57,7 +57,6 @@ def find() -> tuple[str, str, Measured] | ValueError:
 
 
 def is_file(text: str) -> bool:
-    """Tell whether a setting names a file."""
     return Path(text).suffix == ".json"
 
 

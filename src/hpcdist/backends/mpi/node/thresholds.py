@@ -112,7 +112,6 @@ def override(text: str) -> int | None:
 
 
 def ratio(a: int, b: int) -> float:
-    """Return the larger of two numbers over the smaller."""
     return max(a / b, b / a)
 
 

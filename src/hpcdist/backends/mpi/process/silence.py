@@ -56,12 +56,10 @@ def sockets() -> Iterator[tuple[Socket, socket.socket]]:
 
 
 def listening() -> set[int]:
-    """Return the ports at which this process listens."""
     return {found.getsockname()[1] for _, found in sockets() if is_listening(found)}
 
 
 def is_listening(found: socket.socket) -> bool:
-    """Tell whether a socket takes connections."""
     return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
