@@ -5,7 +5,7 @@ What arrives are bytes and nothing else: nothing is unpickled here.
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,13 +15,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.datatypes import BYTE, run
 
 Parts = Sequence[Any]  # buffers, each of any number of bytes
-HEAD = struct.Struct("16q")  # how many parts a broadcast has, and the lengths of so many as fit in here
-IN_HEAD = HEAD.size // 8 - 1
-
-
-def packed(lengths: Sequence[int]) -> bytes:
-    """Return lengths as bytes."""
-    return struct.pack(f"{len(lengths)}q", *lengths)
+HEAD = 16  # numbers in the head of a broadcast: how many parts there are, and the lengths of those that have room
 
 
 def of(part: Any) -> list[Any]:
@@ -30,23 +24,21 @@ def of(part: Any) -> list[Any]:
     return [view, *run(view.nbytes)]
 
 
-def lengths_of(parts: Parts) -> list[int]:
-    """Return how many bytes each part has."""
-    return [memoryview(part).nbytes for part in parts]
+def lengths_of(parts: Parts) -> array[int]:
+    """Return the bytes of each part, as they travel."""
+    return array("q", [memoryview(part).nbytes for part in parts])
 
 
 def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
-    """Hand the root's parts to all ranks by MPI_Bcast (MPI 6.4); ``parts`` is not looked at elsewhere."""
-    sent = lengths_of(parts) if parts is not None and comm.rank == root else []
-    shown = sent[:IN_HEAD]
-    head = bytearray(HEAD.pack(len(sent), *shown, *[0] * (IN_HEAD - len(shown))))
+    """Hand the root's parts, None elsewhere, to all ranks by MPI_Bcast (MPI 6.4)."""
+    sent = lengths_of(parts or ())
+    head = array("q", [len(sent), *sent[: HEAD - 1], *[0] * HEAD][:HEAD])
     comm.Bcast((head, BYTE), root)
-    count, *lengths = HEAD.unpack(head)
-    if count > IN_HEAD:
-        table = bytearray(packed(sent)) if sent else bytearray(8 * count)
-        comm.Bcast((table, BYTE), root)
-        lengths = list(struct.unpack(f"{count}q", table))
-    made = parts if parts is not None and comm.rank == root else list(map(MPI.buffer.allocate, lengths[:count]))
+    lengths = head[1 : 1 + head[0]]
+    if head[0] >= HEAD:
+        lengths = sent or array("q", [0] * head[0])
+        comm.Bcast((lengths, BYTE), root)
+    made = list(map(MPI.buffer.allocate, lengths)) if parts is None else parts
     for part in made:
         comm.Bcast(of(part), root)
     return made
@@ -54,12 +46,11 @@ def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
 
 def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[Any]:
     """Send parts by a communicator's Send or Isend; return what it returned, and the table that must live as long."""
-    table = packed(lengths_of(parts))
+    table = lengths_of(parts)
     return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
 
 
 def probe(comm: MPI.Intracomm, src: int, tag: int) -> tuple[MPI.Message, MPI.Status]:
-    """Wait for a message and match it."""
     status = MPI.Status()
     return comm.Mprobe(src, tag, status), status
 
@@ -67,9 +58,9 @@ def probe(comm: MPI.Intracomm, src: int, tag: int) -> tuple[MPI.Message, MPI.Sta
 def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | None, tag: int) -> tuple[Parts, int]:
     """Receive parts, each matched by a function; return them and their sender. One thread at a time may receive."""
     message, status = match(src, tag)
-    sender, table = status.Get_source(), bytearray(status.Get_count(BYTE))
+    sender, table = status.Get_source(), array("q", bytes(status.Get_count(BYTE)))
     message.Recv((table, BYTE))
-    parts = list(map(MPI.buffer.allocate, struct.unpack(f"{len(table) // 8}q", table)))
+    parts = list(map(MPI.buffer.allocate, table))
     for part in parts:
         match(sender, tag)[0].Recv(of(part))
     return parts, sender
