@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from struct import Struct
+from struct import error as StructError
 from typing import Any
 
 from hpcdist_stores.integers import I64, U64, add_i64
@@ -191,22 +192,30 @@ def _multi_set(space: Space, peer: Peer, count: int) -> Reply:
 
 def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int:
     """Store the pairs of a MULTI_SET that are whole; return the position behind them."""
-    texts, at = cut_strings(data, pos, end, 2 * peer.pairs)
-    keys, values = texts[::2], texts[1::2]
-    if at - pos > MAX_KEY and max(map(len, keys), default=0) > MAX_KEY:
-        raise Refused("a key above the limit")
-    space.data.update(zip(keys, values))  # noqa: B905 - the last key's value may not be there yet
-    peer.pairs -= len(values)
-    if space.waits:
-        for key in keys[: len(values)]:
-            if key in space.waits:
-                space.tick_off(key)
-    if peer.pairs:
-        is_half = len(keys) > len(values)
-        _expect(peer, data, at, MAX_VALUE if is_half else MAX_KEY)
-        if is_half:
-            at -= 8 + len(keys[-1])
-    return at
+    store, waits = space.data, space.waits
+    for left in range(peer.pairs, 0, -1):
+        try:  # not by ``cut_strings``: a list of all strings, divided into keys and values, takes a quarter more
+            start = pos + 8
+            stop = start + _u64(data, pos)[0]
+            begin = stop + 8
+            after = begin + _u64(data, stop)[0]
+        except (StructError, OverflowError):  # not there yet, or never: a length may be a lie
+            after = end + 1
+        if after > end:
+            _expect(peer, data, pos, MAX_KEY)
+            if peer.need <= end:  # the key is whole
+                _expect(peer, data, peer.need, MAX_VALUE)
+            peer.pairs = left
+            return pos
+        key = data[start:stop]
+        if len(key) > MAX_KEY:
+            raise Refused("a key above the limit")
+        store[key] = data[begin:after]
+        if key in waits:
+            space.tick_off(key)
+        pos = after
+    peer.pairs = 0
+    return pos
 
 
 def _num_keys(space: Space, peer: Peer) -> Reply:
