@@ -27,7 +27,6 @@ from typing import Any
 from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
-from hpcdist.backends.mpi.process.shm_cleanup import unlink_segments
 from hpcdist.core import shutdown
 from hpcdist.core.errors import DistBackendError, explained, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
@@ -144,7 +143,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         shutdown.register(shutdown.Stage.MPI, finalize)
         sys.excepthook = partial(abort_on_exception, sys.excepthook)
     check_world(MPI, detect())
-    unlink_segments(MPI)
+    libraries.unlink_segments(MPI)
     return MPI.COMM_WORLD
 
 
@@ -356,7 +355,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
             dead = ulfm.failed(given)
             who = f"; {listed(dead)} died" if dead else ""
             raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}{who}") from error
-    unlink_segments(MPI)
+    libraries.unlink_segments(MPI)
     if joined := connection():
         os.environ[PROCESS] = f"{os.getpid()} {joined}"
     return own
