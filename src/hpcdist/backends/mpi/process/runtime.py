@@ -280,7 +280,9 @@ def abort(status: int) -> None:
     if is_fault_tolerant():
         from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
-        if len(ulfm.failed(MPI.COMM_WORLD)) == MPI.COMM_WORLD.Get_size() - 1:
+        comm = MPI.COMM_WORLD
+        others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        if ulfm.failed(comm) and ulfm.are_dead(comm, others):
             os._exit(status)  # mpirun (Open MPI 5.0.11) returned 0 for MPI_Abort of the last process, as of the others
     MPI.COMM_WORLD.Abort(status)
 
