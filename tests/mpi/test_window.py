@@ -338,7 +338,7 @@ WRONG = [
         ValueError,
         "ReduceOp.AVG is not an op of one-sided",
     ),
-    (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND"),
+    (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND.*Window.accumulate of float"),
     (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
     (lambda w, n: w.put(freed(), 0), ValueError, "storage was freed"),
     (lambda w, n: w.get(freed(), 0), ValueError, "storage was freed"),

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import memmove
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
+ACCUMULATE = replace(ALL_REDUCE, name="Window.accumulate")  # takes ops as that does
 # The dtype of the parts of an element on which an op acts one by one. Open MPI's osc/rdma, which combines 4 and 8 bytes
 # by the processor's atomic calls, takes complex64 for int64 before 5.0 (open-mpi/ompi, pull request 11293), and in
 # 5.0.11 combines what it finds by a bitwise op of 8 bytes with itself
@@ -173,7 +175,7 @@ class MPIWindow(RemoteMemory):
 
     def accumulate(self, tensor: torch.Tensor, dst: int, offset: int, op: Any) -> None:
         atomic_type(tensor.dtype)
-        reduction.check(ALL_REDUCE, tensor.dtype, op)
+        reduction.check(ACCUMULATE, tensor.dtype, op)
         name = reduction.name_of(op)
         if name in ("AVG", "PREMUL_SUM"):
             raise ValueError(
