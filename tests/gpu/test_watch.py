@@ -52,7 +52,7 @@ def alone(world, device):
     return core.Communicator.init(1, 0, core.get_unique_id())
 
 
-def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it(backend, call, gate):
+def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it(backend, link, call, gate):
     assert backend.outstanding() is None
     gate.close()
     call(False)
@@ -61,6 +61,7 @@ def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it(backend, call
     for _ in range(3):
         call(False)
         assert backend.outstanding() is hung
+        assert link.streams._last is not hung.pending.end  # which would end with the later call
     gate.open()
     torch.cuda.synchronize()
     assert backend.outstanding() is None
