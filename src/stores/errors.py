@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
 _SHOWN = 16  # keys named in a message
+_LONGEST = 256  # bytes of a key there
 
 
 class NoAnswerError(DistNetworkError):
@@ -34,8 +35,11 @@ def explained(text: str, name: str) -> str:
 
 
 def name_keys(keys: Sequence[bytes]) -> str:
-    """Return keys as text for a message, at most 16 of them."""
-    shown = ", ".join(key.decode("utf-8", "backslashreplace") for key in keys[:_SHOWN])
+    """Return keys as text for a message, at most 16 of them, and of a long one its beginning."""
+    shown = ", ".join(
+        key[:_LONGEST].decode("utf-8", "backslashreplace") + (f"... ({len(key)} bytes)" if len(key) > _LONGEST else "")
+        for key in keys[:_SHOWN]
+    )
     return shown if len(keys) <= _SHOWN else f"{shown}, ... ({len(keys)} keys)"
 
 

@@ -382,3 +382,10 @@ def test_large_values_to_torchs_own_server(monkeypatch):
     sent.clear()
     client.multi_set(list(map(str, range(2560))), [bytes(500)] * 2560)
     assert len(sent) == 10
+
+
+@pytest.mark.parametrize("make", [stores.HashStore, lambda: stores.TCPStore("127.0.0.1", 0, is_master=True)])
+def test_a_message_has_the_beginning_of_a_long_key(make):
+    with pytest.raises(dist.DistStoreError, match=r"kkk\.\.\. \(800[01] bytes\)") as caught:
+        make().wait(["k" * 8000], timedelta(seconds=0.1))
+    assert len(str(caught.value)) < 1000
