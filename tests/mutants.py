@@ -300,7 +300,7 @@ MUTANTS = [
         ("                if is_in_step and len", "                if len")
     ),
     *Lines(f"{TCP}/session.py", "stores/test_tcp_store.py:server_would_refuse").broken(
-        ("        if (size := max(map(len, values))) > MAX_VALUE:\n", "        if False:\n")
+        ("        if (size := max(sizes)) > MAX_VALUE:\n", "        if False:\n")
     ),
     *Lines(f"{TCP}/wire.py", "stores/test_tcp_store.py:others_proof").broken(
         ('"hpcdist-store-1 " + role + server_nonce', '"hpcdist-store-1 " + server_nonce')

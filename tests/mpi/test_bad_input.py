@@ -42,6 +42,7 @@ BEFORE = timedelta(seconds=-1)
 
 CASES = {
     "no tensor": (TypeError, lambda n: dist.all_reduce([1, 2]), "torch.Tensor"),
+    "a list of tensors": (TypeError, lambda n: dist.all_reduce([torch.ones(2), torch.ones(2)]), "torch.Tensor"),
     "no tensor at all": (TypeError, lambda n: dist.all_reduce(None), "torch.Tensor"),
     "no tensor to broadcast": (TypeError, lambda n: dist.broadcast(None, 0), "torch.Tensor"),
     "no tensor to reduce": (TypeError, lambda n: dist.reduce(None, 0), "torch.Tensor"),

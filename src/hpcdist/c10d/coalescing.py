@@ -17,7 +17,7 @@ from hpcdist.core.call import Call
 from hpcdist.core.group import Group
 from hpcdist.core.issue import issue, issue_any
 from hpcdist.core.reduction import canonical
-from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.table import ALL_REDUCE, EACH
 from hpcdist.core.work import DoneWork, HeldWork, Work
 from hpcdist.torch_bridge.private_names import CoalescingManager
 
@@ -46,7 +46,7 @@ def all_reduce_coalesced(
         same_dtype(*as_tensors(listed, "tensors", writable=True))  # raises, unless some are complex
     begins = several.is_begun(pg, listed[0], async_op)
     with pg.grouped():
-        work = issue(ALL_REDUCE, pg, listed, listed, op, None, begins)
+        work = issue(ALL_REDUCE, pg, listed, listed, op, None, begins, EACH)
     return begun_or_ended(work, async_op)
 
 
@@ -121,7 +121,7 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> I
                 yield work
             continue
         given = [call.send for call, _ in calls]
-        work = issue(ALL_REDUCE, pg, given, given, op, None, several.is_begun(pg, given[0], async_ops))
+        work = issue(ALL_REDUCE, pg, given, given, op, None, several.is_begun(pg, given[0], async_ops), EACH)
         for _, own in calls:
             own._begin([] if work is None else [work])
         yield work

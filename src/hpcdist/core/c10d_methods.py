@@ -128,7 +128,7 @@ class C10dMethods(Group):
             raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
         is_complex = next(filter(torch.is_complex, filter(torch.is_tensor, given)), None)
         op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
-        return self._begin(issue(table.ALL_REDUCE, self, given, given, op, None, is_async), given)
+        return self._begin(issue(table.ALL_REDUCE, self, given, given, op, None, is_async, table.EACH), given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""

@@ -28,7 +28,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList, as_splits
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, Counts, Row
+from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
 
 Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is not a tensor
 
@@ -160,7 +160,7 @@ def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
 
 def has_any_size(given: Call, made: Call) -> bool:
     """Tell whether a call of contiguous tensors is one of its kind whatever their sizes, as long as these fit."""
-    if given.counts is not None or (given.row is ALL_REDUCE and given.send.__class__ is LIST):
+    if given.counts is not None:
         return False
     if given.row is ALL_TO_ALL_SINGLE:  # rows are to be divided among the ranks, and of one dimension they are elements
         return made.send.dim() == made.recv.dim() == 1

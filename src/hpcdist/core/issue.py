@@ -60,6 +60,7 @@ from hpcdist.core.table import (
     ALL_GATHER_SINGLE,
     ALL_REDUCE,
     ALL_TO_ALL_SINGLE,
+    EACH,
     SCATTER,
     Counts,
     Row,
@@ -88,12 +89,13 @@ def issue(
         row: which one.
         group: a Group, None for the default one, or NON_GROUP_MEMBER.
         send: what to read, a tensor or a list of one a rank; the same object as ``recv`` for a call in place, None if
-            this rank does not send. An all_reduce takes a list of any tensors, in place, and reduces each.
+            this rank does not send.
         recv: what to write, likewise; None if this rank does not receive.
         op: how values are combined, for rows that reduce; None for others.
         root: a rank of the group, for rooted rows; None for others.
         async_op: begin only, and return a Work.
-        counts: elements to and from each rank, of all_to_all_single rows of dimension 0.
+        counts: elements to and from each rank, of all_to_all_single rows of dimension 0; ``EACH`` for an
+            all_reduce of each tensor of a list.
 
     Returns:
         The Work if ``async_op``, else None; None too if this rank is not in the group.
@@ -188,17 +190,12 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     pg: Any = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
     if pg is None:
         return None
-    if send.__class__ is list or recv.__class__ is list:
-        if row is ALL_REDUCE:
-            return all_reduce_list(pg, call, async_op)
-        if row in lists.ARRANGED:
-            made = lists.arranged(pg, call, async_op)
-    return issue_made(pg, call, made, async_op)
-
-
-def issue_made(pg: Group, call: Call, made: Call, async_op: bool) -> Work | None:
-    """Run or begin a collective that was made of a caller's, with its lists as the library takes them."""
-    row, send = made.row, made.send
+    if call.counts is EACH:
+        if hooks.is_profiled() or (whole := buckets.whole(pg, call)) is None:
+            return all_reduce_each(pg, call, async_op)
+        made = whole
+    elif (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
+        made = lists.arranged(pg, call, async_op)
     if pg.coalescing is not None:
         check(pg, made)
         held = HeldWork()
@@ -213,7 +210,7 @@ def issue_made(pg: Group, call: Call, made: Call, async_op: bool) -> Work | None
     elif row.buffers == 0:
         backend = pg.any_backend()
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
-        return all_reduce_sparse(pg, made, async_op)
+        return all_reduce_sparse(pg, call, async_op)
     else:
         backend, made = staged(pg, made, async_op)
     work = dispatch(pg, backend, made, async_op)
@@ -222,13 +219,11 @@ def issue_made(pg: Group, call: Call, made: Call, async_op: bool) -> Work | None
     return work
 
 
-def all_reduce_list(pg: Group, call: Call, async_op: bool) -> Work | None:
+def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work | None:
     """Run or begin the all_reduce of each tensor of a list, in as few calls as their sizes allow, as one Work."""
-    if not hooks.is_profiled() and (made := buckets.whole(pg, call)) is not None:
-        return issue_made(pg, call, made, async_op)
     tensors = as_tensors(call.send, "tensors", writable=True)
     calls = buckets.in_buckets(pg, call, tensors, check, async_op)
-    work = begin_all(pg, "all_reduce", tensors, (issue_made(pg, each, each, async_op) for each in calls), tensors)
+    work = begin_all(pg, "all_reduce", tensors, (issue_any(each, pg, async_op) for each in calls), tensors)
     return work if async_op else None
 
 

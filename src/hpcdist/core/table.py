@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
+EACH: Counts = ([], [])  # of an all_reduce of a list, which reduces each of its tensors in place
 
 
 def scaled(counts: Counts, parts: int) -> tuple[list[int], list[int]]:

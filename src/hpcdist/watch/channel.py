@@ -201,7 +201,8 @@ class Channel:
 
     def _others(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
         """Return where the others of some ranks listen."""
-        return {rank: each for rank in ranks if (each := self.endpoints.get(rank)) not in (None, self.own)}
+        found, own = ((rank, self.endpoints.get(rank)) for rank in ranks), self.own.process
+        return {rank: each for rank, each in found if each is not None and each.process != own}
 
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
