@@ -22,7 +22,6 @@ from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
 from hpcdist.core.journal import RING, Blocked, CallRecord
-from hpcdist.core.ranks import listed
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
@@ -147,13 +146,11 @@ class ProcessExit:
                 return
             if decision is Decision.LEAVE:
                 watchdog.job_end.exit_if_known()
-                if (failure := self.loss(watchdog)) is not None:
-                    watchdog.abort(self.backend, failure)
                 observer.release_others()
                 membership.skip_finalize()
                 return
         watchdog.job_end.exit_if_known()
-        if (failure := failure or self.loss(watchdog) or difference()) is not None:
+        if (failure := failure or difference()) is not None:
             watchdog.abort(self.backend, failure)
         WORLD.end()
         if last_call() is not None and self.backend.faults.interrupts_all():
@@ -165,18 +162,6 @@ class ProcessExit:
         if not membership.all_finalize(last is None):
             leave_hydra()
             membership.skip_finalize(ends_well=True)
-
-    def loss(self, watchdog: Watchdog) -> str | None:
-        """Return which ranks died before they left (ULFM), if no call has raised for it, which revokes the group."""
-        assert self.backend is not None
-        faults, liveness = self.backend.faults, watchdog.liveness
-        if not faults.interrupts_all() or faults.is_revoked():
-            return None
-        of_left = liveness.channel.endpoints.of_processes(liveness.left)
-        if not (dead := sorted({*faults.failed(), *liveness.ended_ranks()}.difference(of_left))):
-            return None
-        text = f"{listed(dead)} died while the others left the program, which no call has raised: the job is aborted"
-        return explained(text, "lost-at-exit")
 
     def on_exception(self, *exception: Any) -> None:
         """Write a trace, then do what was to be done with an uncaught exception."""
