@@ -201,8 +201,8 @@ class Channel:
 
     def _others(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
         """Return where the others of some ranks listen."""
-        found, own = ((rank, self.endpoints.get(rank)) for rank in ranks), self.own.process
-        return {rank: each for rank, each in found if each is not None and each.process != own}
+        found = ((rank, self.endpoints.get(rank)) for rank in ranks if rank != self.rank)
+        return {rank: each for rank, each in found if each is not None}
 
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
