@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import queue
+import time
 import weakref
 
 import pytest
@@ -153,3 +154,15 @@ def test_a_thread_of_cpps_own_does_not_open_the_worlds_store(world, rank, monkey
         _thread.start_new_thread(lambda: found.put(store.check(["signal"])), ())
         assert found.get(timeout=20) is False
     assert WORLD.store is None
+
+
+def test_a_group_goes_though_the_watchdog_has_seen_a_call_of_it(rank, size):
+    group = dist.new_group()
+    gone = weakref.ref(group)
+    if rank == 0:
+        time.sleep(1.2)  # the watchdog looks once a second
+    dist.all_reduce(torch.ones(2), group=group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None

@@ -54,7 +54,10 @@ class State(Enum):
 
 @dataclass(eq=False)
 class UnderWay:
-    """A call that has begun and not ended, and how far the watch over it has come; it does not keep tensors."""
+    """A call that has begun and not ended, and how far the watch over it has come; it does not keep tensors.
+
+    Between two looks it keeps neither the group nor the backend: the program may drop them meanwhile.
+    """
 
     group: Group
     record: Any  # the call's, as the journal keeps it: the same object as long as the call is under way
@@ -108,6 +111,11 @@ class UnderWay:
             "state": self.state.value,
         }
 
+    def release(self) -> None:
+        """Keep no group until the next look."""
+        for name in ("group", "backend"):
+            self.__dict__.pop(name, None)
+
     def is_own(self) -> bool:
         """Tell whether the thread that asks carries it out."""
         queue = self.backend.queue if self.in_background else None
@@ -132,7 +140,7 @@ def under_way(seen: Iterable[UnderWay] = ()) -> list[UnderWay]:
     known, found = {id(each.record): each for each in seen}, dict[int, UnderWay]()
     for made in blocking():
         each = found[id(made.record)] = known.get(id(made.record), made)
-        each.backend, each.thread, each.limit = made.backend, made.thread, made.limit
+        each.group, each.backend, each.thread, each.limit = made.group, made.backend, made.thread, made.limit
     return list(found.values())
 
 

@@ -124,6 +124,8 @@ class Watchdog:
                     self.look()
                     is_one_due = any(each.state is State.DUE for each in self.calls)
                     self._next_look = time.monotonic() + (SHORTEST_TICK if is_one_due else self.tick())
+                for each in self.calls:
+                    each.release()
             except Exception as error:  # without this thread nobody would notice a hang
                 with suppress(Exception):  # there may be no memory for it
                     self._note_failure(error)
