@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_receive_and_a_collective_that_block(launcher: str) -> Non
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_on_a_rank_that_has_left_ends_the_job(launcher: str) -> None:
-    with Job(launcher, 2, ["leave"], JOBS) as job:
+    with Job(launcher, 2, ["leave"], JOBS, is_forked=False) as job:
         job.expect("ready", 2)
         time.sleep(0.5)
         os.kill(job.pids()[1], signal.SIGINT)

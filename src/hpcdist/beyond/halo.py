@@ -206,6 +206,8 @@ class HaloExchange:
             if len(self._known) == ARRAYS_KEPT:
                 del self._known[next(iter(self._known))]
             self._known[seen] = steps  # what was described still belongs to the memory, which the steps keep
+        else:
+            self._group.backend(whole.device)  # raises if the group has ended, also on a rank without neighbours
         for step in steps:
             step()
         return tensor
