@@ -15,7 +15,7 @@ from hpcdist.core import several, world
 from hpcdist.core.buffers import as_tensor_lists, as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import issue, issue_any
+from hpcdist.core.issue import is_begun, issue, issue_any
 from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_REDUCE, EACH
 from hpcdist.core.work import DoneWork, HeldWork, Work
@@ -44,9 +44,8 @@ def all_reduce_coalesced(
         return DoneWork([]) if async_op else None
     if len({getattr(each, "dtype", None) for each in listed}) > 1:
         same_dtype(*as_tensors(listed, "tensors", writable=True))  # raises, unless some are complex
-    begins = several.is_begun(pg, listed[0], async_op)
     with pg.grouped():
-        work = issue(ALL_REDUCE, pg, listed, listed, op, None, begins, EACH)
+        work = issue(ALL_REDUCE, pg, listed, listed, op, None, async_op, EACH)
     return begun_or_ended(work, async_op)
 
 
@@ -116,12 +115,12 @@ def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> I
         calls = list(row)
         if op is None:
             for call, own in calls:
-                work = issue_any(call, pg, several.is_begun(pg, call.tensor, async_ops))
+                work = issue_any(call, pg, is_begun(pg, call.tensor, async_ops))
                 own._begin([] if work is None else [work])
                 yield work
             continue
         given = [call.send for call, _ in calls]
-        work = issue(ALL_REDUCE, pg, given, given, op, None, several.is_begun(pg, given[0], async_ops), EACH)
+        work = issue(ALL_REDUCE, pg, given, given, op, None, async_ops, EACH)
         for _, own in calls:
             own._begin([] if work is None else [work])
         yield work

@@ -98,7 +98,8 @@ def issue(
             all_reduce of each tensor of a list.
 
     Returns:
-        The Work if ``async_op``, else None; None too if this rank is not in the group.
+        The Work if ``async_op``, else None, or with ``EACH`` that of what has only begun; None too if this
+        rank is not in the group.
 
     Raises:
         TypeError, ValueError, RuntimeError: as c10d's, before anything is sent.
@@ -219,12 +220,22 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     return work
 
 
-def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work | None:
+def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work:
     """Run or begin the all_reduce of each tensor of a list, in as few calls as their sizes allow, as one Work."""
     tensors = as_tensors(call.send, "tensors", writable=True)
     calls = buckets.in_buckets(pg, call, tensors, check, async_op)
-    work = begin_all(pg, "all_reduce", tensors, (issue_any(each, pg, async_op) for each in calls), tensors)
-    return work if async_op else None
+    return begin_all(
+        pg, "all_reduce", tensors, (issue_any(each, pg, is_begun(pg, each.send, async_op)) for each in calls), tensors
+    )
+
+
+def is_begun(pg: Group, tensor: Any, async_op: bool) -> bool:
+    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once.
+
+    ``tensor`` is the call's, its list, which is on the CPU, or None for a barrier.
+    """
+    backend = pg.any_backend() if tensor is None else pg.backend(getattr(tensor, "device", "cpu"))
+    return async_op or backend.has_groups
 
 
 def begin_all(

@@ -20,7 +20,7 @@ from hpcdist.core import buffers, reduction, table
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import begin_all, check, check_sparse, issue, issue_any
+from hpcdist.core.issue import begin_all, check, check_sparse, is_begun, issue, issue_any
 from hpcdist.core.lists import check_lengths, flatten
 from hpcdist.core.ranks import as_int
 from hpcdist.core.reduction import canonical
@@ -28,15 +28,6 @@ from hpcdist.core.table import Row
 from hpcdist.core.work import Work
 
 Tensors = Sequence[torch.Tensor]
-
-
-def is_begun(pg: Group, tensor: Any, async_op: bool) -> bool:
-    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once.
-
-    ``tensor`` is the call's, its list, which is on the CPU, or None for a barrier.
-    """
-    backend = pg.any_backend() if tensor is None else pg.backend(getattr(tensor, "device", "cpu"))
-    return async_op or backend.has_groups
 
 
 def gather_together(
