@@ -9,7 +9,6 @@ message to oneself, on a duplicate of MPI_COMM_SELF, whose messages are nobody e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +27,16 @@ class Bundler:
         self._datatype = MPI.DATATYPE_NULL
         self._flat: torch.Tensor | None = None
 
-    def bundle(
-        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return the elements of contiguous CPU tensors in one tensor of a dtype, and what copies them back.
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        change: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Run what changes the elements of contiguous CPU tensors, on one tensor of a dtype that holds all.
 
-        ``sizes`` are the bytes of each. The next call may use the tensor again.
+        ``sizes`` are the bytes of each.
         """
         if self._alone is None:
             self._alone = MPI.COMM_SELF.Dup()
@@ -48,7 +51,8 @@ class Bundler:
         many, one = [MPI.BOTTOM, 1, self._datatype], [memory(flat), BYTE]
         copy = self._alone.Sendrecv
         copy(many, 0, 0, one, 0, 0)
-        return flat, partial(copy, one, 0, 0, many, 0, 0)
+        change(flat)
+        copy(one, 0, 0, many, 0, 0)
 
     def _forget(self) -> None:
         self._flat = None

@@ -57,9 +57,11 @@ class Collectives:
         """Run one collective to its end; CallsDifferError if another rank makes another call."""
         if call.recv is call.send and call.send.__class__ is TensorList:
             listed = call.send
-            flat, copy = self._bundler.bundle(listed.tensors, listed.sizes, listed.dtype)
-            self.run(call._replace(send=flat, recv=flat))
-            copy()
+
+            def run_flat(flat: torch.Tensor) -> None:
+                self.run(call._replace(send=flat, recv=flat))
+
+            self._bundler.run(listed.tensors, listed.sizes, listed.dtype, run_flat)
             return
         if self.check is None:
             self.carry_out(call)
@@ -211,16 +213,12 @@ class Collectives:
         """Return what reduces the tensors of a list as one."""
         listed = call.send
         flat = torch.empty(listed.shape, dtype=listed.dtype, device="meta")
-        run, bundle, sizes, dtype = (
-            self.prepare(call._replace(send=flat, recv=flat)), self._bundler.bundle, listed.sizes, listed.dtype
-        )  # fmt: skip
+        run, sizes, dtype = self.prepare(call._replace(send=flat, recv=flat)), listed.sizes, listed.dtype
 
-        def run_together(tensors: Any, _: Any) -> None:
-            flat, copy = bundle(tensors, sizes, dtype)
+        def run_flat(flat: torch.Tensor) -> None:
             run(flat, flat)
-            copy()
 
-        return run_together
+        return lambda tensors, _: self._bundler.run(tensors, sizes, dtype, run_flat)
 
     def _prepared(self, call: Call) -> Prepared | None:
         """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
