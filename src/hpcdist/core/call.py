@@ -59,7 +59,7 @@ class Call(NamedTuple):
         counts = self.counts
         if counts is not None and are_lists and len({*send.sizes, *recv.sizes}) == 1:
             counts = ([send.sizes[0] // send.itemsize] * len(counts[0]),) * 2  # of tensors that may have any size
-        return self._replace(send=send, recv=recv, counts=counts, finish=None)
+        return Call(self.row, send, recv, self.op, self.root, counts, None, self.result, self.limit)
 
 
 def without_memory(buffer: Any) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +109,11 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         is_on_cpu = all(each.is_cpu for each in tensors)
         if sides is None or (sides and not is_on_cpu):
             return
-        is_easy = not sides or (len(tensors) == 1 and made.tensor.shape == tensors[0].shape)
+        buffers = tensors_of(made.send, made.recv)
+        is_easy = not sides or (
+            all(one.shape == other.shape for one, other in zip(tensors, buffers, strict=True))
+            and (len(tensors) == 1 or not any(is_copy for _, is_copy in sides))
+        )
         any_size = bool(tensors) and is_easy and is_on_cpu and has_any_size(given, made)
         if counts is not None:
             sent: Any
@@ -242,7 +246,7 @@ def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
     return is_like
 
 
-# what makes of a caller's tensor the values that stand for it and the backend's buffer of them; whether they are a copy
+# what makes of what a caller gave the values that stand for it and the backend's buffers; whether some are copies
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
@@ -253,16 +257,25 @@ def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] |
         return None
     if all(one is other for one, other in zip(tensors, buffers, strict=True)):
         return ()
-    if send.__class__ is LIST or recv.__class__ is LIST:
-        return None
     first, second = side_of(send, made.send, True), side_of(recv, made.recv, False)
     return None if first is None or second is None else (first, second)
 
 
 def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
-    """Return how a buffer is made of a tensor."""
-    if buffer is given:
+    """Return how a buffer is made of a tensor, or a list of them of a list."""
+    if buffer is given or (given.__class__ is LIST and all(map(is_, given, buffer.tensors))):
         return (lambda tensor: (tensor, tensor)), False
+    if given.__class__ is LIST:
+        sides = [side_of(one, other, is_read) for one, other in zip(given, buffer.tensors, strict=True)]
+        makers = [side[0] for side in sides if side is not None]
+        if len(makers) < len(sides):
+            return None
+
+        def make(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            values, made = zip(*[maker(each) for maker, each in zip(makers, tensors, strict=True)], strict=True)
+            return list(values), list(made)
+
+        return make, any(side[1] for side in sides if side is not None)
     is_real = given.is_complex() and not buffer.is_complex()
     if buffer.nbytes != given.nbytes:
         return None
@@ -287,7 +300,13 @@ def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:
         else:
             values, target = writes(recv)
             run(buffer, target)
-        if is_copy:
+        if not is_copy:
+            return
+        if recv.__class__ is not LIST:
             recv.copy_(values)
+            return
+        for each, value in zip(recv, values, strict=True):
+            if value is not each:
+                each.copy_(value)
 
     return run_staged

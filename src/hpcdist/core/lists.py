@@ -95,8 +95,9 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
 
     Which call that is follows from the sizes of the list's entries: they are the same on all ranks.
     """
-    row, is_written, rank, then = call.row, call.recv.__class__ is list, pg.rank(), None
-    one, many = (call.send, call.recv) if is_written else (call.recv, call.send)
+    row, send, recv, op, root, *_ = call
+    is_written, rank, then = recv.__class__ is list, pg.rank(), None
+    one, many = (send, recv) if is_written else (recv, send)
     listed: Any = buffers.as_list(many, one.dtype) if takes_lists(pg) and buffers.is_plain(one) and one.is_cpu else None
     if listed is not None and (
         len(listed.sizes) != len(pg.ranks)
@@ -114,7 +115,7 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
         dtype = common_dtype(row.name, one, *many)
         for each in many if row.reduces else ():
             if each.dtype is not one.dtype:
-                buffers.check_parts(row, call.op, each, one)
+                buffers.check_parts(row, op, each, one)
         buffers.check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
         is_taken, sizes = are_taken(pg, [one, *many]), [each.nbytes for each in many]
         if is_written:
@@ -129,8 +130,8 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
     elif row is table.ALL_GATHER and not pg.backend(one.device).has_lists:
         row = table.ALL_GATHER_SINGLE
     if is_written:
-        return call._replace(row=row, send=one, recv=listed, counts=counts, finish=then, result=many)
-    return call._replace(row=row, send=listed, recv=one, counts=counts and counts[::-1])
+        return Call(row, one, listed, op, root, counts, then, many)
+    return Call(row, listed, one, op, root, counts and counts[::-1])
 
 
 def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
@@ -155,7 +156,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
         sent, received = ([each.nbytes for each in side] for side in (inputs, outputs))
     each = dtype.itemsize
     counts = [size // each for size in sent], [size // each for size in received]
-    return call._replace(send=send, recv=recv, counts=counts, finish=then, result=outputs)
+    return Call(call.row, send, recv, None, None, counts, then, outputs)
 
 
 def check_pairs(call: str, outputs: Any, inputs: Any) -> None:
@@ -220,7 +221,7 @@ ARRANGED: dict[Row, tuple[str, str]] = {
 def arranged(pg: Group, call: Call, async_op: bool) -> Call:
     """Check a call on lists, and return it on what the library takes: lists of memory, or one tensor of all."""
     call = (all_to_all if call.row is table.ALL_TO_ALL else with_list)(pg, call, async_op)
-    row, send, recv, op, _, counts, then, result, _ = call
+    row, send, recv, op, root, counts, then, result, _ = call
     if send.__class__ is not TensorList and recv.__class__ is not TensorList:
         return call
     if result is None:
@@ -250,4 +251,4 @@ def arranged(pg: Group, call: Call, async_op: bool) -> Call:
             each if each.__class__ is TensorList or not each.is_complex() else torch.view_as_real(each)
             for each in (send, recv)
         )
-    return call._replace(send=send, recv=recv, op=op, counts=counts, finish=then, result=result)
+    return Call(row, send, recv, op, root, counts, then, result)
