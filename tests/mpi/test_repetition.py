@@ -294,6 +294,8 @@ def forms(rank, size):
     combined, combined_pairs = torch.empty(rank + 1), torch.empty(rank + 1, dtype=torch.complex64)
     arrays = [each.numpy() for each in outputs]
     ranks, own, one = torch.arange(float(size)), torch.full((size,), float(rank)), torch.empty(1)
+    largest = torch.distributed.AllreduceOptions()
+    largest.reduceOp = ReduceOp.MAX
     parameter = torch.nn.Parameter(inputs[rank].clone())
     spread = [torch.empty(length, 2)[:, 0] if peer % 2 == rank % 2 else torch.empty(length) for peer in range(size)]
     strided_inputs = [torch.full((length, 2), float(peer))[:, 1] for peer in range(size)]
@@ -307,6 +309,7 @@ def forms(rank, size):
         "uint8": (lambda g: dist.all_reduce(small, group=g), [small], [total]),
         "average": (lambda g: dist.all_reduce(plain, ReduceOp.AVG, g), [plain], [total / size]),
         "average of halves": (lambda g: dist.all_reduce(half, ReduceOp.AVG, g), [half], [total / size]),
+        "method of a group": (lambda g: g.allreduce([plain], largest).wait(), [plain], [last]),
         "complex": (lambda g: dist.all_reduce(pairs, group=g), [pairs], [total]),
         "strided": (lambda g: dist.all_reduce(strided, group=g), [strided], [total]),
         "with gradient": (lambda g: dist.all_reduce(grown, group=g), [grown], [total]),

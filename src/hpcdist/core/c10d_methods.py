@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from torch.distributed import ReduceOp
 
 from hpcdist.core import several, table
 from hpcdist.core.buffers import as_tensor, as_tensor_lists, as_tensors
@@ -29,7 +28,7 @@ from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.printing import shown
 from hpcdist.core.ranks import as_rank
-from hpcdist.core.reduction import PRODUCT, SUM
+from hpcdist.core.reduction import PRODUCT, SUM, canonical
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 Tensors = list[torch.Tensor]
@@ -48,18 +47,16 @@ def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[An
     The product of complex numbers is an error: c10d's methods have never computed it.
     """
     if opts.__class__ in REDUCING and op is None:
-        given = opts.reduceOp
-        if given == SUM:
-            return SUM, opts.asyncOp
+        how, is_async = canonical(opts.reduceOp), opts.asyncOp
     else:
         given = op if opts is None else getattr(opts, "reduceOp", opts)
-        given = given if given is not None else ReduceOp.SUM
-    if given == PRODUCT and isinstance(tensor, torch.Tensor) and tensor.is_complex():
+        how, is_async = canonical(SUM if given is None else given), getattr(opts, "asyncOp", True)
+    if how is PRODUCT and isinstance(tensor, torch.Tensor) and tensor.is_complex():
         raise MismatchError(
             f"{call} does not support PRODUCT on complex tensors as a method of a group, nor does torch.distributed; "
             "hpcdist.all_reduce, reduce and reduce_scatter do"
         )
-    return given, getattr(opts, "asyncOp", True)
+    return how, is_async
 
 
 def asks_async(call: str, opts: Any) -> bool:

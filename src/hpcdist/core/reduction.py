@@ -60,6 +60,8 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 
 
 RedOpType = ReduceOp.RedOpType
+# those without a factor, by the hash of a ReduceOp that is one: options of c10d make a new one for each question
+MEMBERS = {hash(ReduceOp(op)): op for op in ALL_OPS if op != PREMUL_SUM}
 LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # what an op is on bool
 
 
@@ -73,8 +75,7 @@ def canonical(op: Any) -> Any:
     if isinstance(op, RedOpType):
         return op
     if isinstance(op, ReduceOp):
-        kind: Any = op.op  # type: ignore[attr-defined]  # missing from torch's stub
-        return op if kind == ReduceOp.PREMUL_SUM else getattr(RedOpType, kind.name)
+        return MEMBERS.get(hash(op), op)
     raise TypeError(
         f"op is {shown(op)} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )
