@@ -68,7 +68,13 @@ def test_a_rank_that_ran_ahead_is_stopped(late, group, rank, size):
     refused(r"broadcast of 2 elements.*broadcast of 3 elements", run)
 
 
-def test_repeated_calls(group, rank, size):
+@pytest.fixture(params=[call_board.FEW, 1], ids=["few", "many"])
+def looks(request, monkeypatch):
+    """The call board looks at few ranks one by one, at many all together."""
+    monkeypatch.setattr(call_board, "FEW", request.param)
+
+
+def test_repeated_calls(looks, group, rank, size):
     """Those that are prepared (``core.call_cache``) are compared too."""
     for _ in range(200):
         tensor = torch.ones(1)
@@ -85,7 +91,7 @@ def test_repeated_calls(group, rank, size):
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (150_000, 150_001)])
-def test_repeated_calls_of_other_sizes(sizes, group, rank, size):
+def test_repeated_calls_of_other_sizes(sizes, looks, group, rank, size):
     """The call board has the larger sizes in a word of their own."""
     for number in range(200):
         dist.all_reduce(torch.ones(sizes[number % 2]), group=group)

@@ -84,7 +84,7 @@ def repeated(
     last_size = -1
     board = None if check is None else check.board
     counts = None if 0 <= fixed < COUNTED else counted(call)
-    is_checked = board is not None and not board.are_many and counts is None
+    is_checked = board is not None and counts is None
     checks: Any = check
     log = None if check is None else check.log
     # the first call opens the board, and some shares MPI is to compare
@@ -92,7 +92,8 @@ def repeated(
         return run_again(call, lambda made: check.run(made, said))
     if board is not None:
         whats, sizes, decided = board.whats[board.own], board.sizes[board.own], board.decided
-        begin_fence, end_fence, others = board.begin_fence, board.end_fence, [words for words, _ in board.others]
+        begin_fence, end_fence, are_many = board.begin_fence, board.end_fence, board.are_many
+        others = [] if are_many else [words for words, _ in board.others]
 
     def run(send: Any, recv: Any) -> None:
         nonlocal last_size
@@ -135,11 +136,13 @@ def repeated(
             if log is not None and not number % BLOCK:
                 log.turn(number)
             at, wide = number & LAST, size >= SIZES
-            if wide or log is not None:
+            if wide or log is not None or are_many:
                 sizes[at] = size
             whats[at] = word = base + (number & NUMBER)
             begin_fence()
             end_fence()
+            if are_many and not checks.is_clear(number):
+                checks.fail(number, lambda: carry_out(call.on(send, recv)))
             for theirs in others:
                 if (
                     ((seen := theirs[at]) != word or wide)
@@ -175,8 +178,4 @@ def repeated(
 
     if board is not None and counts is not None:  # which are to be written, and are the same again
         return lambda send, recv: checks.make(first, fixed, partial(run, send, recv), counts)
-    if board is not None and board.are_many:
-        return lambda send, recv: checks.make(
-            first, size_of(call.on(send, recv), communicator.rank, communicator.size), partial(run, send, recv)
-        )
     return run
