@@ -276,8 +276,8 @@ class DoneWork(Work):
     __slots__ = ()
 
     def __init__(self, result: list[Any]) -> None:
-        super().__init__(result)
-        self._done = True
+        self._result, self._done = result, True
+        self._call = self._error = None
 
 
 class AllWork(Work):
