@@ -173,10 +173,9 @@ def repeated(
                 if log is not None:
                     log.check()
 
-    if board is not None and counts is not None:  # which are to be written, and are the same again
-        return lambda send, recv: checks.make(first, fixed, partial(run, send, recv), counts)
-    if board is not None and board.are_many:
-        return lambda send, recv: checks.make(
-            first, size_of(call.on(send, recv), communicator.rank, communicator.size), partial(run, send, recv)
-        )
-    return run
+    def run_and_write(send: Any, recv: Any) -> None:  # what is not the same on all ranks
+        check_memory(*tensors_of(send, recv))
+        size = fixed if counts is not None else size_of(call.on(send, recv), communicator.rank, communicator.size)
+        checks.make(first, size, partial(run, send, recv), counts)
+
+    return run_and_write if board is not None and (counts is not None or board.are_many) else run
