@@ -470,6 +470,8 @@ def test_equal_calls_in_other_words(group, rank, size):
     dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
     dist.all_to_all_single(torch.empty(length * size, dtype=dtype), torch.ones(length * size, dtype=dtype), group=group)
     dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
+    uneven = [torch.empty((peer + 1) * length, dtype=dtype) for peer in range(size)]
+    dist.all_gather(uneven, torch.ones_like(uneven[rank]), group)
 
 
 IN_PLACE = {
