@@ -398,6 +398,12 @@ def freed(count):
     return tensor
 
 
+def most_to_oneself(tensor):
+    """Return splits of a tensor's rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return [len(tensor) - size + 1 if peer == rank else 1 for peer in range(size)]
+
+
 # with tensors that a function makes
 WITHOUT_MEMORY = {
     "all_reduce": lambda make, n: dist.all_reduce(make()),
@@ -408,6 +414,7 @@ WITHOUT_MEMORY = {
     "reduce_scatter": lambda make, n: dist.reduce_scatter(make(), [make() for _ in range(n)]),
     "all_to_all": lambda make, n: dist.all_to_all([make() for _ in range(n)], [make() for _ in range(n)]),
     "all_to_all_single": lambda make, n: dist.all_to_all_single(make(), make()),
+    "splits": lambda make, n: dist.all_to_all_single(make(), tensor := make(), *[most_to_oneself(tensor)] * 2),
     "coalesced": lambda make, n: dist.all_reduce_coalesced([make(), make()]),
     "coalesced, asynchronous": lambda make, n: dist.all_reduce_coalesced([make(), make()], async_op=True).wait(),
 }
@@ -416,10 +423,11 @@ WITHOUT_MEMORY = {
 @pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")
 @pytest.mark.parametrize("count", [24, 600_000])
 @pytest.mark.parametrize("call", WITHOUT_MEMORY)
-def test_tensors_whose_storage_was_freed(call, count, size):
-    for _ in range(40):  # until the group knows the call, which then checks less
-        with pytest.raises(ValueError, match="storage was freed"):
-            WITHOUT_MEMORY[call](lambda: freed(count), size)
+def test_tensors_whose_storage_was_freed(call, count, rank, size):
+    for _ in range(80):  # until the group knows the call, which then checks less
+        if rank == size - 1:  # the others see nothing of it
+            with pytest.raises(ValueError, match="storage was freed"):
+                WITHOUT_MEMORY[call](lambda: freed(count), size)
         if count < 1000:
             WITHOUT_MEMORY[call](lambda: torch.ones(count), size)
 

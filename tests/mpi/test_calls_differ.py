@@ -240,6 +240,22 @@ def test_counts_stay_until_the_last_rank_has_read_them(group, rank, size, monkey
     assert torch.equal(output, torch.arange(float(size)).repeat_interleave(torch.tensor(splits)))
 
 
+def test_a_rank_that_comes_to_an_exchange_after_the_decision_about_it(group, rank, size):
+    splits = [1 + rank + other for other in range(size)]
+    given = torch.ones(sum(splits))
+    for _ in range(2 * call_board.COUNTS_KEPT):
+        dist.all_to_all_single(torch.empty_like(given), given, splits, splits, group)
+    board = group.any_backend().check.board
+    decided = board.decided[0]
+    if size == 2 or len(board.ranks) < size:
+        return
+    while rank == 0 and board.decided[0] == decided:
+        time.sleep(0.001)
+    if rank == size - 1:
+        given = given.double()
+    refused("float32.*float64", dist.all_to_all_single, torch.empty_like(given), given, splits, splits, group)
+
+
 def test_an_exchange_that_nothing_compares_overwrites_nothing(rank, size, monkeypatch):
     """Open MPI would write a large message to its end, and all are told there; MPICH tells who gets too much."""
     for length in (9, 1000, 30_000, 300_000):
@@ -460,6 +476,8 @@ def test_equal_calls_in_other_words(group, rank, size):
     dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
     dist.all_to_all_single(torch.empty(length * size, dtype=dtype), torch.ones(length * size, dtype=dtype), group=group)
     dist.all_gather([torch.empty(length, dtype=dtype) for _ in range(size)], given, group)
+    uneven = [torch.empty((peer + 1) * length, dtype=dtype) for peer in range(size)]
+    dist.all_gather(uneven, torch.ones_like(uneven[rank]), group)
 
 
 IN_PLACE = {

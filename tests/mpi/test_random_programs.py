@@ -314,8 +314,8 @@ class Program:
 
     def do_all_gather(self):
         dtype, counts = self.shared.choice(self.dtypes), self.shares()[0]
-        if len({*counts}) > 1:  # torch's door takes equal ones; ranks that differ in form too would be told so
-            self.door, self.is_whole = dist, True
+        if len({*counts}) > 1:  # torch's door takes equal ones
+            self.door = dist
         given = [numbers(self.call, rank, count, dtype) for rank, count in enumerate(counts)]
         mine, out = self.placed(given[self.rank]), [self.blank(count, dtype) for count in counts]
         self.later(

@@ -169,7 +169,7 @@ class CallCheck:
         if counts is not None:
             if number - COUNTS_KEPT >= self._start:
                 self._keep_pace(number - COUNTS_KEPT + 1)
-                if board.decided[0] != self.handled:  # whose counts these would replace
+                if self._is_stopped_before(number):  # by what needs the counts that these would replace
                     self._follow(self.handled + 1, number - 1, None)
             else:  # since the last error nobody has read counts that these replace, but for that error itself
                 self._wait(self._have_all_followed)
@@ -275,12 +275,17 @@ class CallCheck:
     def _keep_pace(self, number: int) -> None:
         """Wait until all others have begun a call, so that no words are lost that they have not compared.
 
-        A decision ends the wait: ranks that have carried it out begin none of these calls any more.
+        A decision about an earlier call ends the wait: ranks that have carried it out do not begin this one any more.
         """
         board = self.board
         for r in range(len(board.ranks)):
             if r != board.own and not board.has_come_to(r, number):
-                self._wait(lambda r=r: board.has_come_to(r, number) or board.decided[0] != self.handled)  # type: ignore[misc]
+                self._wait(lambda r=r: board.has_come_to(r, number) or self._is_stopped_before(number))  # type: ignore[misc]
+
+    def _is_stopped_before(self, number: int) -> bool:
+        """Tell whether a decision that this rank has not carried out is about an earlier call than this one."""
+        board = self.board
+        return board.decided[0] != self.handled and board.decision(self.handled + 1)[0] < number
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so read what it is about."""

@@ -176,6 +176,8 @@ def repeated(
                 if log is not None:
                     log.check()
 
-    if board is not None and counts is not None:  # which are to be written, and are the same again
-        return lambda send, recv: checks.make(first, fixed, partial(run, send, recv), counts)
-    return run
+    def run_with_counts(send: Any, recv: Any) -> None:  # which are to be written, and are the same again
+        check_memory(*tensors_of(send, recv))
+        checks.make(first, fixed, partial(run, send, recv), counts)
+
+    return run if board is None or counts is None else run_with_counts

@@ -135,14 +135,14 @@ def read(word: int, size: int) -> Said:
 
 def size_of(call: Call, rank: int, ranks: int) -> int:
     """Return the second word of a call: the elements of a rank's share, or of the whole tensor if all have it."""
-    row, send, recv, op, _, counts, *_ = call
+    row, send, recv, _, _, counts, *_ = call
     if counts is not None and row.shape is not Shape.SAME:
+        sent, received = scaled(counts, _parts(call))
         if row not in EXCHANGES:
-            shares = tuple(counts[0] if row.reduces else counts[1])
-            return COUNTED + (hash(shares) & (COUNTED - 1))
-        if len({*counts[0], *counts[1]}) > 1:
+            return COUNTED + (hash(tuple(sent if row.reduces else received)) & (COUNTED - 1))
+        if len({*sent, *received}) > 1:
             return -1 - rank  # equal to no other rank's: they are compared pair by pair
-        return _parts(counts[1][0], send, op)
+        return received[0]
     if row.buffers == 0:
         return 0
     whole, divided = (recv, send) if row.shape is Shape.GATHER else (send, recv)
@@ -150,18 +150,17 @@ def size_of(call: Call, rank: int, ranks: int) -> int:
         share = divided.numel() if divided is not None else whole.numel() // ranks
     else:
         share = send.numel() // ranks if row.shape is Shape.EXCHANGE else send.numel()
-    if op is None and (send if send is not None else recv).dtype.is_complex:
-        share *= 2
-    return share
+    return share * _parts(call)
 
 
 def counted(call: Call) -> Counts | None:
     """Return the counts of a call as ``size_of`` counts elements."""
-    return call.counts and scaled(call.counts, _parts(1, call.tensor, call.op))
+    return call.counts and scaled(call.counts, _parts(call))
 
 
-def _parts(elements: int, tensor: torch.Tensor, op: Any) -> int:
-    return 2 * elements if op is None and tensor.dtype.is_complex else elements
+def _parts(call: Call) -> int:
+    """Return as how many an element counts: complex ones are moved as two, which another rank may give."""
+    return 2 if call.op is None and call.tensor.dtype.is_complex else 1
 
 
 class CallBoard:
