@@ -118,7 +118,7 @@ class Exchange:
         size, rank, itemsize = self._size, self._rank, send.itemsize
         are_lists = isinstance(send, TensorList), isinstance(recv, TensorList)
         is_even = counts is None or len({*counts[0], *counts[1]}) == 1
-        if size == 1 or any(are_lists) != all(are_lists):
+        if any(are_lists) != all(are_lists):
             return None
         parts = 2 if send.dtype.is_complex else 1
 
@@ -145,7 +145,7 @@ class Exchange:
             are_apart = is_even and min(map(sub, ordered[1:], ordered)) >= sent[0]  # as nearly always
             if not are_apart and do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
                 return None, count
-            if size > 2:
+            if size != 2:
                 read, written = together(sources, sent), together(targets, received)
                 return (None if read is None or written is None else (read, written)), count
             own = targets[rank], sources[rank], sent[rank]
@@ -156,7 +156,7 @@ class Exchange:
             ), count  # fmt: skip
 
         other = 1 - rank
-        if size > 2:
+        if size != 2:
             return Prepared(self._comm.Alltoallw, describe)
 
         def swap(sendrecv: Any, sent: Any, received: Any, copy: Any, *own: Any) -> None:
