@@ -220,3 +220,48 @@ def test_a_list_that_comes_again_may_change_once_the_call_has_begun(dtype, rank,
         assert begun.wait()
         for each in (*first, *second):
             assert bool((each == size * (size + 1) / 2).all())
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_calls_that_came_again_are_checked_before_the_first_is_sent(world, rank, size):
+    def gather(outputs, inputs):
+        world.all_gather_single_coalesced(outputs, inputs).wait()
+
+    def gather_in_manager(outputs, inputs):
+        with dist._coalescing_manager():
+            for output, given in zip(outputs, inputs, strict=True):
+                dist.all_gather_into_tensor(output, given)
+
+    def gather_lists(outputs, inputs):
+        lists = [list(shares) for shares in zip(*(output.chunk(size) for output in outputs), strict=True)]
+        dist.all_gather_coalesced(lists, inputs)
+
+    for call in (gather, gather_in_manager, gather_lists):
+        inputs = [torch.full((2,), float(rank)), torch.full((2,), rank + 10.0)]
+        for _ in range(2 * LOOKS):
+            outputs = [torch.full((2 * size,), -1.0) for _ in inputs]
+            call(outputs, inputs)
+            assert [each[::2].tolist() for each in outputs] == [list(range(size)), list(range(10, 10 + size))]
+        outputs = [torch.full((2 * size,), -1.0) for _ in inputs]
+        with pytest.raises(ValueError, match="has no memory"):
+            call(outputs, [inputs[0], freed(torch.ones(2))])
+        with pytest.raises(ValueError, match=r"expected|do not fit"):
+            call(outputs, [inputs[0], torch.ones(3)])
+        assert all(each.tolist() == [-1.0] * 2 * size for each in outputs)
+
+
+def test_a_list_that_is_held_back_may_change(rank, size):
+    reduced = [torch.ones(2), torch.ones(3)]
+    gathered = [torch.empty(1) for _ in range(size)]
+    listed, outputs = [*reduced], [*gathered]
+    with dist._coalescing_manager():
+        dist.all_reduce_coalesced(listed)
+        listed.clear()
+        dist.all_gather(outputs, torch.tensor([float(rank)]))
+        outputs[:] = [torch.empty(1) for _ in range(size)]
+    assert [each.tolist() for each in reduced] == [[size] * 2, [size] * 3]
+    assert [each.item() for each in gathered] == list(range(size))

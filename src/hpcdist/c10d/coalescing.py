@@ -15,7 +15,7 @@ from hpcdist.core import several, world
 from hpcdist.core.buffers import as_tensor_lists, as_tensors, same_dtype
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.issue import is_begun, issue, issue_any
+from hpcdist.core.issue import issue, make_one
 from hpcdist.core.reduction import canonical
 from hpcdist.core.table import ALL_REDUCE, EACH
 from hpcdist.core.work import DoneWork, HeldWork, Work
@@ -90,7 +90,7 @@ def _coalescing_manager(
     if pg.coalescing is not None:
         raise ValueError("ProcessGroup has non-empty op list at the start of coalescing: managers do not nest")
     manager = CoalescingManager()
-    held: list[tuple[Call, HeldWork]] = []
+    held: list[tuple[Call, HeldWork | None]] = []
     pg.coalescing = held
     try:
         try:
@@ -101,7 +101,8 @@ def _coalescing_manager(
             works = [work for work in together(pg, held, async_ops) if work is not None]
     except BaseException as error:
         for _, own in held:
-            own._drop(error)
+            if own is not None:
+                own._drop(error)
         raise
     for work in works:
         manager.append(work)
@@ -109,21 +110,21 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: Group, held: list[tuple[Call, HeldWork]], async_ops: bool) -> Iterator[Work | None]:
+def together(pg: Group, held: list[tuple[Call, HeldWork | None]], async_ops: bool) -> Iterator[Work | None]:
     """Run or begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
     for op, row in groupby(held, lambda each: common_op(each[0])):
-        calls = list(row)
-        if op is None:
-            for call, own in calls:
-                work = issue_any(call, pg, is_begun(pg, call.tensor, async_ops))
-                own._begin([] if work is None else [work])
-                yield work
-            continue
-        given = [call.send for call, _ in calls]
-        work = issue(ALL_REDUCE, pg, given, given, op, None, async_ops, EACH)
-        for _, own in calls:
-            own._begin([] if work is None else [work])
-        yield work
+        some = list(row)
+        if op is None or len(some) == 1:
+            made = [(call, [own]) for call, own in some]
+        else:
+            given = [call.send for call, _ in some]
+            made = [(Call(ALL_REDUCE, given, given, op, None, EACH), [own for _, own in some])]
+        for call, owns in made:
+            work = make_one(pg, call, async_ops)
+            for own in owns:
+                if own is not None:
+                    own._begin([] if work is None else [work])
+            yield work
 
 
 def common_op(call: Call) -> Any:

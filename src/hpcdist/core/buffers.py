@@ -20,6 +20,7 @@ from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
 from hpcdist.core.table import Row
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 from_numpy = torch.from_numpy
 COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
@@ -178,6 +179,8 @@ def as_tensors(values: Any, name: str, writable: bool = False) -> list[torch.Ten
             f"Invalid function argument. Expected parameter `{name}` of type List[torch.Tensor] "
             f"but got {type(values)} instead."
         )
+    if PLAIN_TYPES.issuperset(map(type, values)) and not any(map(REQUIRES_GRAD, values)):
+        return [*values]
     wrong = {type(value).__name__ for value in values if not isinstance(value, (torch.Tensor, np.ndarray))}
     if wrong:
         raise TypeError(

@@ -8,7 +8,7 @@ checked against ``PyProcessGroup.hpp`` of torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -84,6 +84,11 @@ def as_listed(tensors: Any) -> list[Any]:
     return [tensors] if is_one(tensors) else as_tensors(tensors, "tensors", writable=True)
 
 
+def first_complex(tensors: Iterable[Any]) -> torch.Tensor | None:
+    """Return the first complex tensor of a list, or None."""
+    return next((each for each in tensors if isinstance(each, torch.Tensor) and each.is_complex()), None)
+
+
 def only(call: str, tensors: Any, what: str) -> Any:
     """Return a tensor that was given by itself or as the only one of a list."""
     given = as_listed(tensors)
@@ -123,8 +128,7 @@ class C10dMethods(Group):
         given = tensors if tensors.__class__ is list else as_tensors(tensors, "tensors", writable=True)
         if not given:
             raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
-        is_complex = next(filter(torch.is_complex, filter(torch.is_tensor, given)), None)
-        op, is_async = parse_options("allreduce_coalesced", is_complex, opts)
+        op, is_async = parse_options("allreduce_coalesced", first_complex(given), opts)
         return self._begin(issue(table.ALL_REDUCE, self, given, given, op, None, is_async, table.EACH), given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
@@ -263,14 +267,14 @@ class C10dMethods(Group):
         call = f"{row.name}_coalesced"
         check_pairs(call, outputs, inputs)
         inputs, outputs = as_tensors(inputs, "inputs"), as_tensors(outputs, "outputs", writable=True)
-        calls = []
-        for output, given in zip(outputs, inputs, strict=True):
-            op, is_async = parse_options(call, given, opts) if row.reduces else (None, asks_async(call, opts))
-            calls.append(Call(row, given, output, op))
-        if len(calls) == 1:  # as the functional collectives make of one tensor
+        if row.reduces:
+            op, is_async = parse_options(call, first_complex(inputs), opts)
+        else:
+            op, is_async = None, asks_async(call, opts)
+        if len(inputs) == 1:  # as the functional collectives make of one tensor
             return self._begin(issue(row, self, inputs[0], outputs[0], op, None, is_async), outputs)
-        works = map(self._begin, several.begin_each(self, calls, is_async), ([each.recv] for each in calls))
-        return begin_all(self, event, inputs, works, outputs)._whole()
+        calls = [Call(row, given, output, op) for given, output in zip(inputs, outputs, strict=True)]
+        return self._begin(begin_all(self, event, inputs, several.begin_each(self, calls, is_async), outputs), outputs)
 
     def _root(self, call: str, opts: Any, root: Any) -> int:
         """Return the root that an options object or a number names, a rank of the group."""

@@ -120,7 +120,7 @@ class Group:
         self.making: list[list[int]] = []  # the global ranks of groups that only their members make, on this rank
         self.known = CallCache()  # what need not be asked of a collective that repeats the last one of its kind
         self.kept: dict[str, Any] = {}  # what calls of the layers above keep for the next one, by their names
-        self.coalescing: list[tuple[Call, HeldWork]] | None = None  # the calls held back by a coalescing manager
+        self.coalescing: list[tuple[Call, HeldWork | None]] | None = None  # the calls held back by a coalescing manager
 
     @property
     def sequence(self) -> int:

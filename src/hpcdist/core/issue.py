@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -40,7 +39,7 @@ from hpcdist.core.buffers import (
     same_dtype,
 )
 from hpcdist.core.call import Call, in_turn
-from hpcdist.core.call_cache import LOOKS
+from hpcdist.core.call_cache import LOOKS, tensors_of
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import (
@@ -120,7 +119,7 @@ def issue(
         kind = row if root is None and counts is None else (row, root)
         kept = pg.known.get(kind, ())
         for known in kept:
-            if (
+            if (  # as ``CallCache.has``, for latency
                 known.op is op
                 and known.in_place is (recv is send)
                 and known.counts == counts
@@ -191,17 +190,14 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     pg: Any = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
     if pg is None:
         return None
+    if pg.coalescing is not None:
+        return hold(pg, call, async_op)
     if call.counts is EACH:
         if hooks.is_profiled() or (whole := buckets.whole(pg, call)) is None:
             return all_reduce_each(pg, call, async_op)
         made = whole
     elif (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
         made = lists.arranged(pg, call, async_op)
-    if pg.coalescing is not None:
-        check(pg, made)
-        held = HeldWork()
-        pg.coalescing.append((made, held))
-        return held if async_op else None
     if made.send.__class__ is TensorList or made.recv.__class__ is TensorList:
         backend = pg.backend("cpu")
     elif hooks.has_modes() or (
@@ -224,18 +220,33 @@ def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work:
     """Run or begin the all_reduce of each tensor of a list, in as few calls as their sizes allow, as one Work."""
     tensors = as_tensors(call.send, "tensors", writable=True)
     calls = buckets.in_buckets(pg, call, tensors, check, async_op)
-    return begin_all(
-        pg, "all_reduce", tensors, (issue_any(each, pg, is_begun(pg, each.send, async_op)) for each in calls), tensors
-    )
+    return begin_all(pg, "all_reduce", tensors, (make_one(pg, each, async_op) for each in calls), tensors)
 
 
-def is_begun(pg: Group, tensor: Any, async_op: bool) -> bool:
-    """Tell whether one of several calls is only begun, as a blocking one is if its library launches all at once.
+def hold(pg: Group, call: Call, async_op: bool) -> HeldWork | None:
+    """Check a call and leave it to a coalescing manager, which makes it; the caller may change its lists meanwhile."""
+    check(pg, call)
+    send, recv, held = call.send, call.recv, HeldWork() if async_op else None
+    if list in (send.__class__, recv.__class__):
+        send, recv = (each.copy() if each.__class__ is list else each for each in (send, recv))
+        call = call._replace(send=send, recv=send if call.recv is call.send else recv)
+    assert pg.coalescing is not None
+    pg.coalescing.append((call, held))
+    return held
 
-    ``tensor`` is the call's, its list, which is on the CPU, or None for a barrier.
-    """
-    backend = pg.any_backend() if tensor is None else pg.backend(getattr(tensor, "device", "cpu"))
-    return async_op or backend.has_groups
+
+def make_one(pg: Group, call: Call, async_op: bool) -> Work | None:
+    """Make one of several calls that were checked; a blocking one only begins if its library launches all at once."""
+    row, send, recv, op, root, counts, finish, result, _ = call
+    if not async_op and counts is not EACH:  # whose tensors each ask for themselves
+        tensor = recv if send is None else send
+        if tensor.__class__ is list:
+            tensor = tensor[0]
+        backend = pg.any_backend() if tensor is None else pg.backend(getattr(tensor, "device", "cpu"))
+        async_op = backend.has_groups
+    if finish is None and result is None:
+        return issue(row, pg, send, recv, op, root, async_op, counts)
+    return issue_any(call, pg, async_op)
 
 
 def begin_all(
@@ -245,21 +256,29 @@ def begin_all(
     event = None
     if inputs and hooks.is_profiled():
         event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
-    with nullcontext() if event is None else profiling.as_one(event):
+    if event is None:
+        return AllWork([work for work in calls if work is not None], result)
+    with profiling.as_one(event):
         work = AllWork([work for work in calls if work is not None], result)
-    if event is not None:
-        work._ends(event)
-        if not work.is_completed():
-            work._pursue()  # the event ends though nobody waits
+    work._ends(event)
+    if not work.is_completed():
+        work._pursue()  # the event ends though nobody waits
     return work
 
 
 def check(pg: Group, call: Call) -> None:
     """Raise what a call would raise before anything is sent: one of several that are made only if all of them fit."""
-    row, send, recv, *_ = call
-    if hooks.has_modes() or hooks.has_wrapper((send, recv)):
+    row, send, recv, op, root, counts, *_ = call
+    if pg.known.has(row if root is None and counts is None else (row, root), op, counts, send, recv):
+        check_memory(*tensors_of(send, recv))
+        return
+    if counts is EACH:
+        buckets.buckets(pg, as_tensors(send, "tensors", writable=True), op, check)
+        return
+    sides = send.__class__, recv.__class__
+    if hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper((send, recv))):
         return  # they take the call over
-    if (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
+    if list in sides and row in lists.ARRANGED:
         _, send, recv, *_ = call = lists.arranged(pg, call, True)
     if row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
         check_sparse(pg, call)

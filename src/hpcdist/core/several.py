@@ -20,7 +20,7 @@ from hpcdist.core import buffers, reduction, table
 from hpcdist.core.call import Call
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.issue import begin_all, check, check_sparse, is_begun, issue, issue_any
+from hpcdist.core.issue import begin_all, check, check_sparse, issue_any, make_one
 from hpcdist.core.lists import check_lengths, flatten
 from hpcdist.core.ranks import as_int
 from hpcdist.core.reduction import canonical
@@ -50,8 +50,8 @@ def gather_together(
 def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Work | None]:
     for call in calls:
         check(pg, call)
-    for row, send, recv, op, *_ in calls:
-        yield issue(row, pg, send, recv, op, None, is_begun(pg, send, async_op))
+    for call in calls:
+        yield make_one(pg, call, async_op)
 
 
 def as_shown(lists: Sequence[Tensors]) -> list[Any]:

@@ -292,6 +292,15 @@ class AllWork(Work):
         super().__init__(result)
         self._works = works
 
+    def _carry_out(self) -> bool:
+        """Carry out its parts as waits for them would, if there are some; an error is left to ``_block``."""
+        for work in self._works:
+            if not (work._done or work._carry_out()) or work._error is not None:
+                return False
+        if self._works:
+            self._finish()
+        return self._done
+
     def _block(self, seconds: float | None) -> bool:
         end, failed = None if seconds is None else time.monotonic() + seconds, None
         for work in self._works:

@@ -41,13 +41,15 @@ class Bundler:
         if self._alone is None:
             self._alone = MPI.COMM_SELF.Dup()
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-        flat = self._flat
-        if flat is None or self._seen != (addresses, sizes, dtype):
+        flat, seen = self._flat, (addresses, sizes, dtype)
+        if flat is None or self._seen != seen:
             check_memory(*tensors)
             self._forget()
+            nbytes = sum(sizes)
+            if flat is None or flat.dtype is not dtype or flat.nbytes != nbytes:  # else its memory and plan are used on
+                self._flat = flat = new_memory(torch.Size([nbytes // dtype.itemsize]), dtype)
             self._datatype = BYTE.Create_hindexed(sizes, addresses).Commit()
-            self._flat = flat = new_memory(torch.Size([sum(sizes) // dtype.itemsize]), dtype)
-            self._seen = (addresses, sizes, dtype)
+            self._seen = seen
         many, one = [MPI.BOTTOM, 1, self._datatype], [memory(flat), BYTE]
         copy = self._alone.Sendrecv
         copy(many, 0, 0, one, 0, 0)
@@ -55,11 +57,12 @@ class Bundler:
         copy(one, 0, 0, many, 0, 0)
 
     def _forget(self) -> None:
-        self._flat = None
+        self._seen = ()
         if self._datatype != MPI.DATATYPE_NULL:
             self._datatype.Free()
 
     def close(self) -> None:
         self._forget()
+        self._flat = None
         if self._alone is not None:
             self._alone.Free()
