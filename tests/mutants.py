@@ -227,6 +227,10 @@ MUTANTS = [
             "                if True:\n",
         ),
     ),
+    *Lines(BUFFERS, "mpi/test_point_to_point.py").broken(
+        ("        return copy, partial(free.append, copy)\n", "        free.append(copy)\n        return copy, None\n"),
+        ("            tensor.copy_(copy)\n            free.append(copy)\n", "            free.append(copy)\n"),
+    ),
     # -- the window of a node: who may write where, and when
     *Lines(f"{NODE}/collectives.py", WINDOW).broken(
         ("            if c < SLOTS:\n                window.wait(window.free[slot])\n", ""),

@@ -110,23 +110,24 @@ def test_receive_tells_its_sender(rank, size):
     assert work.is_success()
 
 
-def test_receives_from_anyone_keep_their_place_among_those_that_name_a_sender(every, rank):
+@pytest.mark.parametrize("numel", [1, 10_000])  # Open MPI's large ones are matched, MPICH's all from anyone
+def test_receives_from_anyone_keep_their_place_among_those_that_name_a_sender(every, rank, numel):
     for number in range(20):
         if rank == 0:
-            first, second, other = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+            first, second, other = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
             works = [dist.irecv(first, tag=3), dist.irecv(second, 1, tag=3), dist.irecv(other, 1, tag=4)]
             for work in works[:: (-1, 1)[number % 2]]:
                 work.wait()
-            assert (first.item(), second.item(), other.item()) == (1, 2, 3)
+            assert (first[-1], second[-1], other[-1]) == (1, 2, 3)
             an_object = [None]
             work = dist.irecv(first)
             dist.recv_object_list(an_object, 1)
             work.wait()
-            assert (first.item(), an_object) == (number, [{number}])
+            assert (first[-1], an_object) == (number, [{number}])
         elif rank == 1:
             time.sleep(number % 4 * 1e-3)
             for value, tag in ((1, 3), (2, 3), (3, 4), (number, 0)):
-                dist.send(torch.tensor([float(value)]), 0, tag=tag)
+                dist.send(torch.full((numel,), float(value)), 0, tag=tag)
             dist.send_object_list([{number}], 0)
     dist.barrier()
 
@@ -467,10 +468,18 @@ def test_messages_that_repeat_but_for_one_fact(rank, size):
     for index in range(200):  # after which the checks of such a tensor are skipped
         exchange(torch.full((4,), float(index)), grid[0])
         assert grid[0].tolist() == [index] * 4
-    exchange(torch.arange(4.0), grid[:, 1])  # strided
-    assert grid[:, 1].tolist() == [0, 1, 2, 3]
-    exchange(torch.full((4,), 5.0).requires_grad_(), grid[2], tag=3)
-    assert grid[2].tolist() == [5] * 4
+    for index in range(200):
+        exchange(torch.arange(4.0) + index, grid[:, 1])  # strided
+        assert grid[:, 1].tolist() == [index, index + 1, index + 2, index + 3]
+    version = grid._version
+    for index in range(200):
+        exchange(torch.full((4,), float(index)).requires_grad_(), grid[2], tag=3)
+        assert grid[2].tolist() == [index] * 4
+    assert grid._version == version  # MPI writes where it is
+    pair = torch.zeros(2)
+    for index in range(200):
+        exchange(torch.full((1,), float(index)).expand(2), pair.expand(3, 2)[0] if index % 2 else pair)
+        assert pair.tolist() == [index] * 2
     received = np.zeros(4, dtype=np.float32)
     exchange(np.full(4, 6, dtype=np.float32), received)
     assert received.tolist() == [6] * 4
@@ -484,12 +493,39 @@ def test_messages_that_repeat_but_for_one_fact(rank, size):
         dist.irecv(grid[0], left, tag=32767)
     with pytest.raises(TypeError, match="dense"):
         dist.isend(grid.to_sparse(), right)
+    with pytest.raises(ValueError, match="storage was freed"):
+        dist.isend(freed(), right)
+    lost = torch.zeros(4, 2)[:, 0]
+    lost.untyped_storage().resize_(0)
+    for begin, peer in ((dist.isend, right), (dist.irecv, left)):
+        with pytest.raises(ValueError, match="storage was freed"):
+            begin(lost, peer)
     group = dist.new_group()
     for index in range(100):
         exchange(torch.full((4,), float(index)), grid[0], group=group)
     dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="destroyed"):
         dist.isend(grid[0], right, group)
+
+
+@pytest.mark.parametrize("numel", [2, 16_000, 40_000])  # the second is kept as a copy, and sent when it is received
+def test_strided_messages_under_way_at_once(numel, rank, size):
+    right, left, tags = (rank + 1) % size, (rank - 1) % size, range(5)
+    group = dist.new_group()
+    sent, received, works = torch.empty(numel, len(tags)), torch.empty(numel, len(tags)), []
+    for turn in range(80):
+        tag_order = tags if turn % 2 else reversed(tags)
+        for tag in tags:
+            sent[:, tag] = turn + tag + 100 * rank
+        begun = [dist.isend(sent[:, tag], right, group, tag) for tag in tags]
+        works = [dist.irecv(received[:, tag], None if turn % 3 else left, group, tag) for tag in tag_order]
+        for work in works + begun:
+            work.wait()
+        assert received[0].tolist() == received[-1].tolist() == [turn + tag + 100 * left for tag in tags]
+    assert all(
+        work.result()[0].data_ptr() == received[:, tag].data_ptr() for tag, work in zip(tags, works, strict=True)
+    )
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize(
@@ -580,14 +616,14 @@ def test_interrupted_receive_that_cannot_be_cancelled_keeps_its_memory(every, ra
     """As one whose message has begun to come; MPI writes it later."""
     if rank == 1:
         dist.barrier(_pair())
-        dist.send(torch.ones(10), 0, tag=6)
+        dist.send(torch.ones(10_000), 0, tag=6)
     elif rank == 0:
         monkeypatch.setattr(MatchedReceive, "Cancel", lambda self: None)
         before = set(dist.group.WORLD.cpu.unfinished)
         with pytest.raises(KeyboardInterrupt), _interruption():
-            dist.recv(torch.zeros(10), None, tag=6)
+            dist.recv(torch.zeros(10_000), None, tag=6)  # matched by a probe on any MPI
         held = set(dist.group.WORLD.cpu.unfinished) - before
         dist.barrier(_pair())
         (kept,) = held
         kept.wait()
-        assert kept.result()[0].sum() == 10
+        assert kept.result()[0].sum() == 10_000

@@ -99,7 +99,7 @@ class Seen(LoopbackBackend):
         self._look()
         super().run(call)
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: object = None) -> Work:
         """Begin to send."""
         self._look()
         return super().isend(tensor, dst, tag)

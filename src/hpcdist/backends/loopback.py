@@ -60,9 +60,11 @@ class LoopbackBackend(Backend):
         self.irecv(tensor, src, tag, None).wait()
         return 0
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Send to oneself."""
         self.send(tensor, dst, tag)
+        if finish is not None:
+            finish()
         return DoneWork([])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:

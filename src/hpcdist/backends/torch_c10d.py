@@ -214,13 +214,15 @@ class C10dBackend(Backend):
         work.wait()
         return work.source_rank() if src is None else src
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Begin to send."""
         if dst == self.rank:
             self._mailbox.send(tensor, tag)
+            if finish is not None:
+                finish()
             return DoneWork([])
         inner = self.inner.send([as_bytes(tensor)], dst, tag)
-        return C10dWork(self.unfinished, inner, tensor, [], None, self.message_limit)
+        return C10dWork(self.unfinished, inner, tensor, [], finish, self.message_limit)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive."""

@@ -189,10 +189,10 @@ class TorchBackend(C10dBackend, Faults):
 
     # -- messages --------------------------------------------------------------------------------------
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Queue a send; on CUDA and ROCm messages match in order, whatever their tags."""
         data = [as_bytes(tensor)]
-        return self._message(lambda: self.inner.send(data, dst, tag), tensor, dst, None, None, [])
+        return self._message(lambda: self.inner.send(data, dst, tag), tensor, dst, None, finish, [])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Queue a receive."""

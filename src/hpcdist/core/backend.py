@@ -152,8 +152,8 @@ class Backend(ABC):
         """Receive into a tensor from ``src``, or from anyone when None; return the sender."""
 
     @abstractmethod
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        """Begin to send a tensor."""
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
+        """Begin to send a tensor; the Work runs ``finish`` when it may change."""
 
     @abstractmethod
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:

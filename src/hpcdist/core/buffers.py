@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,7 +205,11 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 def for_reading(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor with the same values."""
-    return tensor.clone() if isinstance(tensor, ArrayCopy) else tensor.resolve_neg().resolve_conj().contiguous()
+    if isinstance(tensor, ArrayCopy):
+        return tensor.clone()
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_neg().resolve_conj()
+    return tensor.contiguous()
 
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,6 +259,48 @@ class Copies:
                     self._kept.clear()
                 self._kept[shape] = found
         return found
+
+
+class LentCopies:
+    """Contiguous copies of tensors for calls that go on when they have returned; the memory of small ones is kept.
+
+    A copy stays as it is until what comes with it is called, once, from any thread.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free: dict[torch.Size, list[torch.Tensor]] = {}
+
+    def to_read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return a copy of a tensor, and what ends its use."""
+        copy, free = self._lend(tensor)
+        return copy, partial(free.append, copy)
+
+    def to_write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return a copy of a tensor, and what copies it back and ends its use."""
+        copy, free = self._lend(tensor)
+
+        def finish() -> None:
+            tensor.copy_(copy)
+            free.append(copy)
+
+        return copy, finish
+
+    def _lend(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a copy of a tensor, and where it is to be put when its use has ended."""
+        if not tensor.data_ptr():
+            check_memory(tensor)
+        shape = tensor.shape
+        try:
+            copy = (free := self._free[shape]).pop()
+        except (KeyError, IndexError):  # the latter if all are in use, as another thread's may be
+            copy = new_memory(shape, self._dtype)
+            free = self._free.get(shape, [])
+            if copy.nbytes <= COPY_KEPT:
+                if len(self._free) >= COPIES_KEPT:
+                    self._free.clear()
+                self._free[shape] = free
+        return copy.copy_(tensor), free
 
 
 def same_dtype(*tensors: torch.Tensor) -> torch.dtype:

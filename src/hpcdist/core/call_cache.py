@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import PLAIN_TYPES, Copies, TensorList, as_splits
+from hpcdist.core.buffers import PLAIN_TYPES, Copies, LentCopies, TensorList, as_splits
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
@@ -65,6 +65,8 @@ class CachedMessage(NamedTuple):
     is_like: Likeness
     backend: Backend
     dtype: torch.dtype
+    # makes what is sent or received, unless it is the tensor, and what is to be run when the message has ended
+    staged: Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], None] | None]] | None
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
@@ -154,10 +156,17 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             ),
         )  # fmt: skip
 
-    def look_at_message(self, what: str, tensor: torch.Tensor, backend: Backend) -> None:
-        """Look at a message of a plain CPU tensor: ``isend`` or ``irecv``."""
-        if hooks.likeness is not None and self.is_again(what, (tensor.dim(), tensor.dtype)):
-            self.keep(what, CachedMessage(one_like(tensor), backend, tensor.dtype))
+    def look_at_message(self, what: str, tensor: Any, memory: torch.Tensor, backend: Backend) -> None:
+        """Look at a message, ``isend`` or ``irecv``, of a tensor and of the memory that was sent or received for it."""
+        if hooks.likeness is None or tensor.__class__ not in PLAIN_TYPES:
+            return
+        is_own, is_same = memory is tensor, memory.data_ptr() == tensor.data_ptr()
+        if not is_own and not (tensor.is_cpu and (is_same or is_strided(tensor))):
+            return
+        if self.is_again(what, (tensor.dim(), tensor.dtype, is_own, is_same)):
+            copies = LentCopies(tensor.dtype)
+            staged = None if is_own else detached if is_same else copies.to_read if what == "isend" else copies.to_write
+            self.keep(what, CachedMessage(one_like(tensor), backend, tensor.dtype, staged))
 
 
 def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
@@ -257,6 +266,19 @@ def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
     return is_like
 
 
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Tell whether ``copy_`` moves a tensor's values from and to other memory.
+
+    Values that share memory are written once; what autograd sees is not copied as it is.
+    """
+    return not (0 in tensor.stride() or tensor.requires_grad or tensor.is_inference())
+
+
+def detached(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Return a tensor outside autograd; nothing is to be run when its message has ended."""
+    return tensor.detach(), None
+
+
 # what makes of what a caller gave the values that stand for it and the backend's buffers; whether some are copies
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
@@ -293,8 +315,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     describe: Any = torch.view_as_real if is_real else lambda tensor: tensor
     if buffer.data_ptr() == given.data_ptr():
         return (lambda tensor: (tensor, describe(tensor.detach()))), False
-    # values that share memory are written once; what autograd sees is not copied as it is
-    if 0 in given.stride() or given.requires_grad or given.is_inference() or buffer.is_inference():
+    if not is_strided(given) or buffer.is_inference():
         return None
     copies = Copies(given.dtype, describe)
     return (copies.of if is_read else copies.like), True

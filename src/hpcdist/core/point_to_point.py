@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hpcdist.core.buffers import (
     as_tensor,
     check_memory,
     for_reading,
-    for_writing,
+    is_direct,
     is_plain,
     on_memory,
     put,
@@ -61,14 +62,11 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
     if is_plain(tensor) and cpu is not None and tensor.is_cpu:
         return cpu, tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
-    staged = for_writing(target)
-    if staged is not target:
-        staged.copy_(target)  # a shorter message leaves the rest as it was
-
-    def finish() -> None:
-        put(staged, target)
-
-    return pg.backend(staged.device), staged, None if staged is target else in_modes_of_caller(finish)
+    backend = pg.backend(target.device)
+    if is_direct(target):
+        return backend, target, None
+    staged = for_reading(target)  # a shorter message leaves the rest as it was
+    return backend, staged, in_modes_of_caller(partial(put, staged, target))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,27 +121,29 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     if tensor.__class__ is ARRAY:
         tensor = on_memory(tensor)
     is_send = what == "isend"
-    finish = None
-    rank: Any  # in the group; None for anyone
+    known = finish = None
+    rank: Any = group_peer  # in the group; None for anyone
     pg: Any = WORLD.default if group is None else group
-    known = None
-    if (
-        isinstance(pg, Group)
-        and group_peer is None
-        and peer.__class__ is int
-        and (rank := pg.group_ranks.get(peer)) is not None
-        and hooks.check_message is None
-    ):
-        kept = pg.known.get(what, ())
-        for each in kept:
-            if each.is_like(tensor):
-                known = each
-                if known is not kept[0] and pg.journal.messages % LOOKS == 0:
-                    pg.known.advance(what, known)
-                break
+    if isinstance(pg, Group) and hooks.check_message is None:
+        if group_peer is not None:
+            has_rank = peer is None and group_peer.__class__ is int and 0 <= group_peer < len(pg.ranks)
+        elif peer is not None:
+            has_rank = peer.__class__ is int and (rank := pg.group_ranks.get(peer)) is not None
+        else:
+            has_rank = not is_send
+        if has_rank:
+            kept = pg.known.get(what, ())
+            for each in kept:
+                if each.is_like(tensor):
+                    known = each
+                    if known is not kept[0] and pg.journal.messages % LOOKS == 0:
+                        pg.known.advance(what, known)
+                    break
     if known is not None:
         data = tensor
-        _, backend, dtype = known
+        _, backend, dtype, staged = known
+        if staged is not None:
+            data, finish = staged(tensor)
     else:
         way = (route if is_send else origin)(group, what, peer, group_peer)
         if way is None:
@@ -163,16 +163,19 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     event = None
     if hooks.is_profiled():
         event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
+    begin = backend.isend if is_send else backend.irecv
     if backend.begins_at_once:  # for latency
-        work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
+        work = begin(data, rank, tag, finish)
     else:
         with journal.blocking(call):
-            work = backend.isend(data, rank, tag) if is_send else backend.irecv(data, rank, tag, finish)
+            work = begin(data, rank, tag, finish)
     work._call = call
+    if known is not None and finish is not None and not is_send:
+        work._result = [tensor]  # the copy is another message's then
     if event is not None:
         work._ends(event)
-    if known is None and call[1] % LOOKS == 0 and data is tensor:
-        pg.known.look_at_message(what, tensor, backend)
+    if known is None and number % LOOKS == 0:
+        pg.known.look_at_message(what, tensor, data, backend)
     return work
 
 

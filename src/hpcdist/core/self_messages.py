@@ -17,11 +17,12 @@ class Receive(Work):
 
     def __init__(self, tensor: torch.Tensor, rank: int, finish: Callable[[], None] | None) -> None:
         super().__init__([tensor])
+        self._target = tensor
         self._rank = rank
         self._when_done = finish
 
     def arrive(self, data: torch.Tensor) -> None:
-        target = self._result[0]
+        target = self._target
         if data.numel() > target.numel() or data.dtype != target.dtype:
             self._finish(
                 DistBackendError(f"message of {data.numel()} {data.dtype} does not fit {target.numel()} {target.dtype}")

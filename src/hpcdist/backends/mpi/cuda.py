@@ -231,8 +231,8 @@ class StagedBackend(Backend):
             self._to_device(target, tensor)
         return source
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
-        return self.inner.isend(self._readable(tensor), dst, tag)
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
+        return self.inner.isend(self._readable(tensor), dst, tag, finish)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive; the Work copies to the device when the message has arrived."""

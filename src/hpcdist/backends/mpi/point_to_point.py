@@ -16,7 +16,7 @@ from hpcdist.backends.mpi.communicator import Communicator, Token
 from hpcdist.backends.mpi.datatypes import BYTE, CUTS, Descriptions, landing, message
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
-from hpcdist.backends.mpi.receives import LARGE, MatchedReceive
+from hpcdist.backends.mpi.receives import ANYONE, LARGE, POSTS_ANYONE, MatchedReceive
 from hpcdist.core.backend import Message
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
@@ -38,7 +38,8 @@ class PointToPoint:
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send by MPI_Send (MPI 3.2.1)."""
         try:
-            self._comm.Send(message(tensor), dst, tag)
+            place = tensor.data_ptr(), tensor.nbytes
+            self._comm.Send(self._sent.get(place) or self._sent.add(place, tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("send", error) from error
 
@@ -47,8 +48,10 @@ class PointToPoint:
         communicator, nbytes = self._communicator, tensor.nbytes
         receives, status, request = communicator.receives, MPI.Status(), None
         try:
-            if src is not None and not receives.waiting and nbytes <= LARGE:  # the short way, for latency
-                request = self._comm.Irecv(landing(tensor), src, tag)
+            if nbytes <= LARGE and (src is not None or POSTS_ANYONE) and not receives.waiting:  # as ``irecv``
+                place = tensor.data_ptr(), nbytes
+                buffer = self._received.get(place) or self._received.add(place, tensor)
+                request = self._comm.Irecv(buffer, ANYONE if src is None else src, tag)
             else:
                 request = receives.begin(tensor, src, tag, blocks=True)
             communicator.receiving[get_ident()] = token = Token(request)
@@ -59,7 +62,7 @@ class PointToPoint:
             if request is not None:
                 with suppress(MPI.Exception):
                     request.Cancel()
-                self._begun(request, tensor, [tensor]).is_completed()  # kept until it has ended
+                self._begun(request, tensor, nbytes).is_completed()  # kept until it has ended
             raise
         finally:
             communicator.receiving.pop(get_ident(), None)
@@ -69,27 +72,30 @@ class PointToPoint:
             raise communicator.too_long("recv", status, nbytes)
         return status.Get_source()
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
         place = tensor.data_ptr(), tensor.nbytes
         try:
             request = self._comm.Isend(self._sent.get(place) or self._sent.add(place, tensor), dst, tag)
         except MPI.Exception as error:
             raise self._communicator.failure("isend", error) from error
-        return RequestWork(self._communicator, request, tensor, [])
+        return RequestWork(self._communicator, request, tensor, None, finish)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Begin to receive by MPI_Irecv (MPI 3.7.2)."""
-        communicator, place = self._communicator, (tensor.data_ptr(), tensor.nbytes)
+        communicator, nbytes = self._communicator, tensor.nbytes
         receives = communicator.receives
         try:
-            if src is not None and not receives.waiting and place[1] <= LARGE:  # the short way, for latency
-                request = self._comm.Irecv(self._received.get(place) or self._received.add(place, tensor), src, tag)
+            # the short way, for latency
+            if nbytes <= LARGE and (src is not None or POSTS_ANYONE) and not receives.waiting:
+                place = tensor.data_ptr(), nbytes
+                buffer = self._received.get(place) or self._received.add(place, tensor)
+                request = self._comm.Irecv(buffer, ANYONE if src is None else src, tag)
             else:
                 request = receives.begin(tensor, src, tag)
         except MPI.Exception as error:
             raise communicator.failure("irecv", error) from error
-        return RequestWork(communicator, request, tensor, [tensor], finish)
+        return RequestWork(communicator, request, tensor, nbytes, finish)
 
 
 class MessageSet:
@@ -182,16 +188,16 @@ class MessageSet:
             if is_receive:
                 with suppress(MPI.Exception):
                     request.Cancel()
-            self._begun(request, tensor, [tensor] if is_receive else []).is_completed()
+            self._begun(request, tensor, self._receives[index][2] if is_receive else None).is_completed()
 
 
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete.
 
-    The result is a receive's tensor, empty of a send; ``finish`` follows when the message has arrived.
+    The result is a receive's tensor, empty of a send; ``finish`` follows when the message has ended.
     """
 
-    __slots__ = ("_buffer", "_communicator", "_request", "_status", "_turn", "_when_done")
+    __slots__ = ("_buffer", "_communicator", "_request", "_room", "_status", "_turn", "_when_done")
 
     _has_ended = False  # though nobody has completed the request
     _is_driven = False  # by the progress thread, which has the turn meanwhile
@@ -203,16 +209,20 @@ class RequestWork(Work):
         communicator: Communicator,
         request: MPI.Request | MatchedReceive,
         buffer: torch.Tensor,
-        result: list[torch.Tensor],
+        room: int | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._result, self._call = result, None
-        self._done, self._error = False, None
+        self._done, self._error, self._call = False, None, None
         self._communicator = communicator
         self._request = request
         self._buffer: torch.Tensor | None = buffer
         self._when_done = finish
-        self._status: Any = MPI.Status() if result else None  # of a receive
+        self._room = room  # the bytes of a receive's buffer; None of a send
+        self._status: Any
+        if room is None:
+            self._result, self._status = [], None
+        else:
+            self._result, self._status = [buffer], MPI.Status()
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
         unfinished = communicator.unfinished
         if len(unfinished) >= unfinished.limit:  # as ``hold``, without a call, for latency
@@ -292,13 +302,13 @@ class RequestWork(Work):
                 return
             if self._reason is not None and self._status.Is_cancelled():
                 error = DistBackendError(self._reason)
-            elif self._result and self._status.Get_count(BYTE) > (nbytes := self._result[0].nbytes):
-                error = communicator.too_long("irecv", self._status, nbytes)
+            elif self._room is not None and self._status.Get_count(BYTE) > self._room:
+                error = communicator.too_long("irecv", self._status, self._room)
             if error is None and self._when_done is not None:
                 self._when_done()
         except MPI.Exception as failure:
-            if self._result:
-                error = communicator.failed_receive("irecv", failure, self._status, self._result[0].nbytes)
+            if self._room is not None:
+                error = communicator.failed_receive("irecv", failure, self._status, self._room)
             else:
                 error = communicator.failure("isend", failure)
             error.__cause__ = failure

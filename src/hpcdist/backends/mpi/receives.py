@@ -5,8 +5,8 @@ eager limit whole, if the buffer is one run of memory; so a receive there is des
 it unpacks and cuts. That takes up to twice the time for large messages, which are matched instead: their length is
 known before they are received.
 
-A receive from anyone is matched too. MPICH 5.0.2 over UCX never ends one that is posted after its message has come
-from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message.
+With MPICH a receive from anyone is matched. MPICH 5.0.2 over UCX never ends one that is posted after its message has
+come from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message.
 
 MPI knows nothing of a matched receive until its message is there. While nobody waits for it, the progress thread looks.
 If MPI allows no such thread all are posted, since a sender may wait for this rank in another call.
@@ -24,7 +24,9 @@ from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
 from hpcdist.core.waiting import wait_until
 
 PROBES = 1000  # before the first nap of a wait
-LARGE = 1 << 15  # bytes, from which on a receive named by its sender is matched if MPI does not cut
+LARGE = 1 << 15  # bytes, above which a receive is matched if MPI does not cut
+ANYONE = MPI.ANY_SOURCE
+POSTS_ANYONE = not CUTS  # whether a receive from anyone may be posted: Open MPI's may
 
 
 class MatchedReceive:
@@ -44,7 +46,7 @@ class MatchedReceive:
 
     def takes(self, source: int, tag: int) -> bool:
         """Tell whether a message from a rank with a tag is for this receive, if no earlier one takes it."""
-        return self.tag == tag and self.source in (source, MPI.ANY_SOURCE)
+        return self.tag == tag and self.source in (source, ANYONE)
 
     def begin(self, matched: MPI.Message) -> None:
         """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""
@@ -59,9 +61,10 @@ class MatchedReceive:
 
     def is_matched(self) -> bool:
         """Tell whether the message has been matched; look for it otherwise."""
-        self._queue.match()
-        if self.error is not None:
-            raise self.error
+        if self.message is None:
+            self._queue.match()
+            if self.error is not None:
+                raise self.error
         return self.message is not None
 
     def Test(self, status: MPI.Status) -> bool:
@@ -100,8 +103,9 @@ class Receives:
 
     def begin(self, tensor: torch.Tensor, src: int | None, tag: int, blocks: bool = False) -> Any:
         """Begin to receive; return the request. ``blocks`` says that its rank does nothing until it has ended."""
-        source = MPI.ANY_SOURCE if src is None else src
-        if not (src is None or (tensor.nbytes > LARGE and not CUTS)) or not (blocks or self._has_threads):
+        source = ANYONE if src is None else src
+        is_posted = (CUTS or tensor.nbytes <= LARGE) and (src is not None or POSTS_ANYONE)
+        if is_posted or not (blocks or self._has_threads):
             with self._lock:
                 if not any(each.takes(source, tag) for each in self.waiting):
                     return self._comm.Irecv(landing(tensor), source, tag)
@@ -109,12 +113,12 @@ class Receives:
 
     def expect(self, src: int | None, tag: int) -> MatchedReceive:
         """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
-        return self._add(None, MPI.ANY_SOURCE if src is None else src, tag)
+        return self._add(None, ANYONE if src is None else src, tag)
 
     def match(self) -> None:
         """Give the messages that have come to the receives that they are for."""
         with self._lock:
-            while not self._is_closed and self._match_one():
+            while self.waiting and not self._is_closed and self._match_one():
                 pass
 
     def drop(self, receive: MatchedReceive) -> bool:
@@ -146,14 +150,13 @@ class Receives:
         for index, each in enumerate(self.waiting):
             status = each.status
             try:
-                if index or each.source == MPI.ANY_SOURCE:
-                    if not self._comm.Iprobe(each.source, each.tag, status):
+                source, tag = each.source, each.tag
+                if index:  # of the first there is nothing else to ask
+                    if not self._comm.Iprobe(source, tag, status):
                         continue
                     source, tag = status.Get_source(), status.Get_tag()
                     if any(earlier.takes(source, tag) for earlier in self.waiting[:index]):
                         return True
-                else:  # first, and from one sender: nothing else to ask
-                    source, tag = each.source, each.tag
                 matched = self._comm.Improbe(source, tag, status)
                 if matched is None:  # it has not come, or a receive of another kind has taken it
                     continue

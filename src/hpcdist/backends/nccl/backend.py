@@ -263,9 +263,9 @@ class NCCLBackend(Backend):
         self._run(*self._message("recv", tensor, source))
         return source
 
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Queue a send on the side stream."""
-        return self._start(*self._message("send", tensor, dst), None, [], tensor.nbytes)
+        return self._start(*self._message("send", tensor, dst), finish, [], tensor.nbytes)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Queue a receive on the side stream."""
