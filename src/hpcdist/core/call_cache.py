@@ -313,7 +313,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     if buffer.nbytes != given.nbytes:
         return None
     describe: Any = torch.view_as_real if is_real else lambda tensor: tensor
-    if buffer.data_ptr() == given.data_ptr():
+    if buffer.data_ptr() == given.data_ptr() and not given.is_conj():  # of no elements all addresses are one
         return (lambda tensor: (tensor, describe(tensor.detach()))), False
     if not is_strided(given) or buffer.is_inference():
         return None
