@@ -85,7 +85,7 @@ def test_overlap():
         (None, 3, "does not divide equally"),
         ([1, 3], 3, "has 2 entries, the group 3 ranks"),
         ([1, 1, 1], 3, "add up to 3, input has 4 rows"),
-        ([5, -1, 0], 3, "Split sizes"),
+        ([5, -1, 0], 3, "add up to 4, input has 4 rows; none may be below zero"),
     ],
 )
 def test_splits_that_do_not_fit(splits, size, text):

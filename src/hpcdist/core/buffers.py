@@ -425,7 +425,7 @@ def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name:
     if sum(splits) != rows or min(splits) < 0:
         raise RuntimeError(
             f"Split sizes doesn't match total dim 0 size: {name}_split_sizes {list(splits)} add up to {sum(splits)}, "
-            f"{name} has {rows} rows"
+            f"{name} has {rows} rows; none may be below zero"
         )
     return [length * width for length in splits]
 

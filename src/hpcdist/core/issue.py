@@ -51,6 +51,7 @@ from hpcdist.core.reduction import (
     is_complex,
     is_done_by_parts,
     multiplied_by,
+    name_of,
     terms,
 )
 from hpcdist.core.reproducible import Reproducible, carrier
@@ -427,7 +428,9 @@ def check_sparse(pg: Group, call: Call) -> None:
     op = canonical(call.op)
     pg.backend(call.send.device).check_reduction(call.row, call.send.dtype, op)
     if op != SUM:
-        raise RuntimeError(f"Cannot use {op} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only")
+        raise RuntimeError(
+            f"Cannot use ReduceOp.{name_of(op)} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only"
+        )
 
 
 def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
