@@ -117,7 +117,7 @@ class Collectives:
     def _reduce(self, call: Call, how: Reduction) -> None:
         _, send, recv, *_ = call
         if not how.in_memory:
-            values = how.before(send, self._encoded.of)
+            values = how.before(send, call.op, self._encoded.of)
             reduced = None if recv is None else values
             if recv is not None and call.row.shape is not Shape.SAME:
                 reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
@@ -255,7 +255,7 @@ class Collectives:
         if how is None:
             bind = of_memory(BYTE, send.itemsize, last, recv is send)
             return Prepared(function, described(call, bind, size, plan))
-        if how.factor is not None:
+        if how.multiplies:
             return None
         last = (how.op, *last)
         if row is REDUCE_SCATTER:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import DATATYPES, address, array_on, memory
 from hpcdist.core import reduction
-from hpcdist.core.reduction import AVG, PREMUL_SUM, SIGNED
+from hpcdist.core.reduction import SIGNED
 from hpcdist.core.table import Row
 
 VENDOR, VERSION = MPI.get_vendor()
@@ -145,20 +145,20 @@ class Reduction(NamedTuple):
     op: MPI.Op
     wide: torch.dtype | None  # to which torch converts values first, and from which it rounds the result
     encoding: Encoding | None  # what MPI gets instead of these
-    factor: Any  # of a PREMUL_SUM
+    multiplies: bool  # by the factor of a PREMUL_SUM, which is the call's
     averages: bool
     in_memory: bool  # whether the tensor's own memory goes to MPI
     is_direct: bool  # and nothing is left to do after the call
 
-    def before(self, tensor: torch.Tensor, memory_of: Callable[[int], MPI.buffer]) -> torch.Tensor:
+    def before(self, tensor: torch.Tensor, op: Any, memory_of: Callable[[int], MPI.buffer]) -> torch.Tensor:
         """Return the values to reduce, in memory of their own; ``memory_of`` returns some of so many bytes."""
         values, encoding = tensor, self.encoding
         if self.wide is not None:
             values = tensor.to(self.wide)
-        elif self.factor is not None:
+        elif self.multiplies:
             values = tensor.clone()
-        if self.factor is not None:
-            values.mul_(self.factor)
+        if self.multiplies:
+            values.mul_(reduction.premultiplier(op))
         if encoding is None or not tensor.numel():
             return values
         sent = array_on(memory_of(tensor.numel() * encoding.sent.itemsize), tensor.numel(), encoding.sent)
@@ -229,15 +229,15 @@ def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     encoding = encoding_of(dtype, on_wire, name)
     if encoding is not None and (dtype in KEYS or not dtype.is_floating_point):
         on_wire = None
-    factor = reduction.premultiplier(op) if op == PREMUL_SUM else None
-    on_memory = on_wire is None and factor is None and encoding is None
+    multiplies = name == "PREMUL_SUM"
+    on_memory = on_wire is None and not multiplies and encoding is None
     return Reduction(
         datatype=DATATYPES[on_wire or dtype] if encoding is None else encoding.datatype,
         op=mpi_op(dtype, name),
         wide=on_wire,
         encoding=encoding,
-        factor=factor,
-        averages=op == AVG,
+        multiplies=multiplies,
+        averages=name == "AVG",
         in_memory=on_memory,
-        is_direct=on_memory and op != AVG,
+        is_direct=on_memory and name != "AVG",
     )
