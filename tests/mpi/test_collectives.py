@@ -294,17 +294,26 @@ def test_ends_of_the_range(dtype, name, length, rank, size):
 
 @pytest.mark.skipif(LOSES_NAN, reason="gloo's own arithmetic")
 @pytest.mark.parametrize("name", ["MIN", "MAX"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=ids)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2], ids=ids
+)
 def test_the_least_and_largest_of_nan_are_nan_on_every_rank(dtype, name, rank, size):
-    numbers = [float("nan"), -float("nan"), float("inf"), -float("inf"), -3.0, 5.0]
-    parts = [torch.tensor(numbers[each % 6 :] + numbers[: each % 6], dtype=dtype) for each in range(size)]
-    expected, found = mathematics(parts, name), []
-    for _ in range(70):  # also by the call cache
-        tensors = [parts[rank].clone(), parts[rank].clone(), torch.empty(6, dtype=dtype)]
+    numbers = [float("nan"), -float("nan"), float("inf"), -float("inf"), -3.0, 5.0, 0.0, -0.0]
+    parts = [torch.tensor(numbers[each % 8 :] + numbers[: each % 8], dtype=dtype) for each in range(size)]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for each, part in enumerate(parts):  # NaN of other bits on each rank
+        part.view(integers)[part.isnan()] -= each % 2
+    expected, found, bits = mathematics(parts, name), [], [None] * size
+    for turn in range(70):  # also by the call cache
+        tensors = [parts[rank].clone(), parts[rank].clone(), torch.empty(8, dtype=dtype), torch.empty(8, dtype=dtype)]
         dist.all_reduce(tensors[0], OPS[name])
         dist.reduce(tensors[1], size - 1, OPS[name])
         dist.reduce_scatter_tensor(tensors[2], parts[rank].repeat(size), OPS[name])
-        found += tensors if rank == size - 1 else tensors[::2]
+        dist.reduce_scatter(tensors[3], [parts[rank]] * size, OPS[name])
+        found += tensors if rank == size - 1 else [tensors[0], *tensors[2:]]
+        if turn % 69 == 0:
+            dist.all_gather_object(bits, [each.view(integers).tolist() for each in (tensors[0], *tensors[2:])])
+            assert all(each == bits[0] for each in bits)
     assert all(agrees(each, expected) for each in found)
 
 

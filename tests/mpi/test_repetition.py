@@ -297,6 +297,7 @@ def forms(rank, size):
     growing = [torch.full((peer + 1,), float(peer)) for peer in range(size)]
     combined, combined_pairs = torch.empty(rank + 1), torch.empty(rank + 1, dtype=torch.complex64)
     arrays = [each.numpy() for each in outputs]
+    first = torch.empty(length)
     ranks, own, one = torch.arange(float(size)), torch.full((size,), float(rank)), torch.empty(1)
     largest = torch.distributed.AllreduceOptions()
     largest.reduceOp = ReduceOp.MAX
@@ -365,6 +366,37 @@ def forms(rank, size):
             [combined_pairs],
             [rank * size],
         ),
+        "reduce_scatter of halves": (
+            lambda g: dist.reduce_scatter(half, [each.bfloat16() for each in inputs], group=g),
+            [half],
+            [rank * size],
+        ),
+        "reduce_scatter, average": (
+            lambda g: dist.reduce_scatter(plain, inputs, ReduceOp.AVG, g),
+            [plain],
+            [rank],
+        ),
+        "reduce_scatter, uneven, largest": (
+            lambda g: dist.reduce_scatter(combined, growing, ReduceOp.MAX, g),
+            [combined],
+            [rank],
+        ),
+        "reduce_scatter into an input": (
+            lambda g: dist.reduce_scatter(first, [first.view(-1), *inputs[1:]], ReduceOp.MAX, g),
+            [first],
+            [rank if rank else last],
+        ),
+        "reduce_scatter_single of halves": (
+            lambda g: dist.reduce_scatter_single(half, sent.bfloat16(), ReduceOp.MIN, g),
+            [half],
+            [rank],
+        ),
+        "counts of a reduction of halves": (
+            lambda g: issue(REDUCE_SCATTER, g, sent.bfloat16(), half, ReduceOp.SUM, counts=(splits, [length])),
+            [half],
+            [rank * size],
+        ),
+        "largest": (lambda g: dist.all_reduce(plain, ReduceOp.MAX, g), [plain], [last]),
         "arrays": (lambda g: dist.all_gather(arrays, inputs[rank].numpy(), g), outputs, range(size)),
         "all_to_all": (lambda g: dist.all_to_all(outputs, inputs, g), outputs, [rank] * size),
         "in place": (lambda g: dist.all_to_all_single(square, square, group=g), [square], [torch.arange(size)]),

@@ -24,9 +24,9 @@ from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plan, Plans
-from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Keys, Reduction
+from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Bind, Reduction, of_encoded, on_encoded
 from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
-from hpcdist.backends.mpi.vectors import VECTORS, Vectors
+from hpcdist.backends.mpi.vectors import FLAT_MAX, VECTORS, KeptMemory, Vectors
 from hpcdist.core.buffers import COPY_KEPT, TensorList, do_overlap, new_memory, overlap
 from hpcdist.core.call import Call, Run
 from hpcdist.core.reduction import average
@@ -51,6 +51,7 @@ class Collectives:
         self.plans = Plans(communicator.size, thresholds)
         self.node = NodeCalls(communicator, self.plans)
         self._bundler = Bundler()
+        self._encoded = KeptMemory()
         self.check: CallCheck | None = None
 
     def run(self, call: Call) -> None:
@@ -116,7 +117,7 @@ class Collectives:
     def _reduce(self, call: Call, how: Reduction) -> None:
         _, send, recv, *_ = call
         if not how.in_memory:
-            values = how.before(send)
+            values = how.before(send, call.op, self._encoded.of)
             reduced = None if recv is None else values
             if recv is not None and call.row.shape is not Shape.SAME:
                 reduced = torch.empty(recv.shape, dtype=values.dtype, device="cpu")
@@ -193,7 +194,7 @@ class Collectives:
 
         What follows from the looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
         """
-        if call.recv is call.send and call.send.__class__ is TensorList:
+        if call.row.reduces and call.send.__class__ is TensorList:
             return self._together(call)
         prepared = self._prepared(call)
         if prepared is None:
@@ -211,14 +212,29 @@ class Collectives:
 
     def _together(self, call: Call) -> Run:
         """Return what reduces the tensors of a list as one."""
-        listed = call.send
+        listed, recv = call.send, call.recv
         flat = torch.empty(listed.shape, dtype=listed.dtype, device="meta")
-        run, sizes, dtype = self.prepare(call._replace(send=flat, recv=flat)), listed.sizes, listed.dtype
+        run, sizes, dtype = (
+            self.prepare(call._replace(send=flat, recv=flat if recv is listed else recv)), listed.sizes, listed.dtype
+        )  # fmt: skip
+        if recv is listed:
 
-        def run_flat(flat: torch.Tensor) -> None:
-            run(flat, flat)
+            def run_flat(flat: torch.Tensor) -> None:
+                run(flat, flat)
 
-        return lambda tensors, _: self._bundler.run(tensors, sizes, dtype, run_flat)
+            return lambda tensors, _: self._bundler.run(tensors, sizes, dtype, run_flat)
+        flatten = self._vectors.flattener(dtype, None if call.counts is None else sizes)
+        again, plan = run_again(call, self.run), self.plans.of(call.row, dtype, call.op)
+        ranks, total = (self._size, 0) if call.counts is None else (0, listed.nbytes)
+
+        def run_list(tensors: Any, recv: Any) -> None:
+            nbytes = total + ranks * recv.nbytes
+            if nbytes >= plan.shared_from or nbytes > FLAT_MAX:  # the nodes' memory takes a list as it is
+                again(tensors, recv)
+            else:
+                run(flatten(tensors), recv)
+
+        return run_list
 
     def _prepared(self, call: Call) -> Prepared | None:
         """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
@@ -237,23 +253,28 @@ class Collectives:
         function, how, size = self._calls[row], plan.reduction, self._size
         last = () if root is None else (root,)
         if how is None:
-            return Prepared(function, described(call, BYTE, last, size, plan))
+            bind = of_memory(BYTE, send.itemsize, last, recv is send)
+            return Prepared(function, described(call, bind, size, plan))
+        if how.multiplies:
+            return None
         last = (how.op, *last)
         if row is REDUCE_SCATTER:
             assert counts is not None
-            if send.__class__ is TensorList or not how.is_direct:
-                return None
             last = (counts[0], *last)
-        elif send.__class__ is TensorList:
-            return self._flattened(call, how, last, plan)
-        if how.is_direct:
-            return Prepared(function, described(call, how.datatype, last, size, plan))
-        if how.factor is not None or any(each.is_inference() for each in (send, recv) if each is not None):
-            return None
-        divide = self._division(how.wide or send.dtype) if how.averages else None
-        if not how.in_memory:
-            return self._widened(call, how, last, divide, plan)
-        return Prepared(function, described(call, how.datatype, last, size, plan), None if recv is None else divide)
+        largest, encoding, wide, is_same = COUNT_MAX, how.encoding, how.wide or send.dtype, row.shape is Shape.SAME
+        if encoding is None:
+            bind = of_memory(how.datatype, wide.itemsize, last, recv is send if how.in_memory else is_same)
+        else:
+            bind = of_memory(how.datatype, encoding.sent.itemsize, last, is_same)
+            bind = of_encoded(encoding, bind, is_same, self._encoded.of)
+            function, largest = on_encoded(encoding, function), COPY_MAX
+        is_written_by_torch = how.averages or how.wide is not None
+        if is_written_by_torch and any(each.is_inference() for each in (send, recv) if each is not None):
+            return None  # it may be the other mode in which it is run again
+        divide = self._division(wide) if how.averages and recv is not None else None
+        if how.wide is not None:
+            return self._widened(call, function, bind, divide, wide, plan)
+        return Prepared(function, described(call, bind, size, plan, largest), divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
         """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
@@ -263,75 +284,32 @@ class Collectives:
         divisor = torch.tensor(size, dtype=dtype, device="cpu")
         return lambda total: total.div_(divisor)
 
-    def _flattened(self, call: Call, how: Reduction, last: tuple[Any, ...], plan: Plan) -> Prepared | None:
-        """Return what reduces the tensors of a list, copied to memory that is kept."""
-        if not how.is_direct:
-            return None
-        function, memory_of, itemsize, ranks, datatype = (
-            self._calls[call.row], self._vectors.memory_of, call.send.itemsize, self._size, how.datatype
-        )  # fmt: skip
-
-        def describe(places: Any) -> tuple[tuple[Any, ...] | None, int]:
-            count, *addresses = places
-            nbytes = count * itemsize
-            if ranks * nbytes >= plan.shared_from or nbytes > COPY_MAX:
-                return None, count
-            own, *sources = [address(place, nbytes) for place in addresses]
-            return (own, sources, nbytes, count), count
-
-        def run(own: Any, sources: list[Any], nbytes: int, count: int) -> None:
-            flat, start = memory_of(ranks * nbytes), 0
-            for source in sources:
-                flat[start : start + nbytes] = source
-                start += nbytes
-            function((flat, count, datatype), (own, datatype), *last)
-
-        return Prepared(run, describe)
-
     def _widened(
-        self, call: Call, how: Reduction, last: tuple[Any, ...], divide: Divide | None, plan: Plan
+        self, call: Call, function: Callable[..., Any], bind: Bind, divide: Divide | None, wide: torch.dtype, plan: Plan
     ) -> Prepared:
-        """Return what reduces a tensor in other memory, which is kept for small ones: of a wider dtype, or for keys."""
-        row, send, recv, wide = call.row, call.send, call.recv, how.wide or call.send.dtype
-        function, size, datatype, itemsize = self._calls[row], self._size, how.datatype, send.itemsize
-        ranks = 1 if row.shape is Shape.SAME else size
-        is_rounded, largest = wide.is_floating_point or bool(how.keyed), COPY_KEPT // wide.itemsize
-
-        def buffer_of(values: torch.Tensor) -> Any:
-            return (address(values.data_ptr(), values.nbytes), datatype), how.keyed and Keys(values, how.keyed)
+        """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
+        row, send, recv, counts = call.row, call.send, call.recv, call.counts
+        ranks, is_same = self._size, row.shape is Shape.SAME
+        itemsize, largest = send.itemsize, COPY_KEPT // wide.itemsize
 
         def describe(shape: torch.Size) -> tuple[tuple[Any, ...] | None, int]:
-            count = shape.numel()
+            count = share = received = shape.numel()
+            if not is_same:
+                received = share = count // ranks if counts is None else sum(counts[1])
             if count > largest or count * itemsize >= plan.shared_from:
-                return None, count // ranks
-            total: Any
-            values = total = new_memory(shape, wide)
-            target, others = buffer, keys = buffer_of(values)
-            if recv is None:
-                total = target = None
-            elif ranks == 1:
-                buffer = IN_PLACE
-            else:
-                total = new_memory(torch.Size([count // ranks]), wide)
-                target, others = buffer_of(total)
-            arguments = buffer, target, *last
-            return (values, total, (keys, others, *arguments) if keys else arguments), count // ranks
-
-        def reduce_keys(keys: Keys, others: Keys, *arguments: Any) -> None:
-            keys.make()
-            function(*arguments)
-            others.turn()
+                return None, share
+            values = new_memory(shape, wide)
+            total = None if recv is None else values if is_same else new_memory(torch.Size([received]), wide)
+            target = None if total is None else total.data_ptr()
+            return (values, total, bind(values.data_ptr(), target, count, received)), share
 
         def round_to(total: torch.Tensor, recv: torch.Tensor) -> None:
             if total.shape != recv.shape:
                 total = total.view(recv.shape)
-            if is_rounded:
-                recv.copy_(total if divide is None else divide(total))
-            else:
-                how.after(total, recv, size)
+            recv.copy_(total if divide is None else divide(total))
 
-        is_copy = recv is None or (ranks == 1 and divide is None and is_rounded)  # which needs no call, for latency
-        return Prepared(reduce_keys if how.keyed else function, describe, None if is_copy else round_to, is_copied=True)
+        is_copy = recv is None or (is_same and divide is None)  # which needs no call, for latency
+        return Prepared(function, describe, None if is_copy else round_to, is_copied=True)
 
     def close(self) -> None:
         """Leave the node's window; its communicators stay if a call was left midway."""
@@ -340,49 +318,57 @@ class Collectives:
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
 
 
-def is_general(nbytes: int, plan: Plan) -> bool:
-    """Tell whether a call of so many bytes takes the general way, which alone knows windows and counts above an int."""
-    return nbytes >= plan.shared_from or nbytes > COUNT_MAX
+def of_memory(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_place: bool) -> Bind:
+    """Return what makes the arguments of MPI's function, which end with the last ones."""
+    is_alone = datatype is BYTE and in_place  # MPI_Bcast has one buffer
+
+    def bind(place: int, target: int | None, sent: int, received: int) -> tuple[Any, ...]:
+        buffer = address(place, sent * itemsize), datatype
+        if is_alone:
+            return (buffer, *last)
+        if target is None:
+            return (buffer, None, *last)
+        if in_place:
+            return (IN_PLACE, buffer, *last)
+        return (buffer, (address(target, received * itemsize), datatype), *last)
+
+    return bind
 
 
 def described(
-    call: Call, datatype: MPI.Datatype, last: tuple[Any, ...], ranks: int, plan: Plan
+    call: Call, bind: Bind, ranks: int, plan: Plan, largest: int = COUNT_MAX
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
-    """Return what makes the arguments of MPI's function of where a call's tensors lie (``repetition.Prepared``).
+    """Return what makes the arguments of a function of where a call's tensors lie (``repetition.Prepared``).
 
-    It is on one tensor or two of this datatype, and the arguments end with the last ones.
+    It is on one tensor or two of one dtype, of up to ``largest`` bytes.
     """
     row, send, recv, op, _, counts, *_ = call
     itemsize, shape = send.itemsize, row.shape
     parts = 2 if op is None and send.dtype.is_complex else 1  # of an element, as the call board counts them
     if recv is send or recv is None:
-        is_alone = datatype is BYTE and recv is send  # MPI_Bcast has one buffer
 
         def describe_one(places: tuple[int, int]) -> tuple[tuple[Any, ...] | None, int]:
             count, place = places
             nbytes = count * itemsize
-            if is_general(nbytes, plan):
+            if nbytes >= plan.shared_from or nbytes > largest:
                 return None, count * parts
-            buffer = address(place, nbytes), datatype
-            if is_alone:
-                return (buffer, *last), count * parts
-            return ((buffer, None, *last) if recv is None else (IN_PLACE, buffer, *last)), count * parts
+            return bind(place, None if recv is None else place, count, count), count * parts
 
         return describe_one
 
     def describe(places: tuple[int, int, int]) -> tuple[tuple[Any, ...] | None, int]:
         count, one, other = places
-        sent = received = count * itemsize
+        sent = received = count
         if shape is Shape.GATHER:
             received *= ranks
         elif shape is Shape.SCATTER:
-            received //= ranks
-            count //= ranks
+            count = received = sent // ranks
         elif counts is not None:
-            received = sum(counts[1]) * itemsize
-        count *= parts
-        if is_general(max(sent, received), plan) or (one < other + received and other < one + sent):
-            return None, count
-        return ((address(one, sent), datatype), (address(other, received), datatype), *last), count
+            received = sum(counts[1])
+        nbytes, to = sent * itemsize, received * itemsize
+        is_general = max(nbytes, to) >= plan.shared_from or max(nbytes, to) > largest
+        if is_general or (one < other + to and other < one + nbytes):
+            return None, count * parts
+        return bind(one, other, sent, received), count * parts
 
     return describe

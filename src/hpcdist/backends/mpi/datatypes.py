@@ -7,6 +7,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -42,6 +43,11 @@ PLACES_KEPT = 32  # in memory, whose descriptions are kept
 def memory(tensor: torch.Tensor) -> MPI.buffer:
     """Return the memory of a contiguous CPU tensor as mpi4py takes it."""
     return address(tensor.data_ptr(), tensor.nbytes)
+
+
+def array_on(memory: Any, count: int, dtype: Any, start: int = 0) -> Any:
+    """Return so many elements of some memory as an array, which keeps it; NumPy's ``frombuffer`` takes longer."""
+    return np.ndarray(count, dtype, memory, start)
 
 
 def message(tensor: torch.Tensor) -> list[Any]:

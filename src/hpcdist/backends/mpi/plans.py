@@ -18,7 +18,7 @@ from hpcdist.backends.mpi.node.call_board import what
 from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
-from hpcdist.core.reduction import name_of
+from hpcdist.core.reduction import PREMUL_SUM, check_factor, name_of
 from hpcdist.core.table import Row
 
 RedOpType = ReduceOp.RedOpType
@@ -44,18 +44,25 @@ class Plans:
         self.nodes = self.ranks_per_node = 0  # not known yet
         self._has_window = True
         self._made: dict[tuple[Row, torch.dtype, int], Plan] = {}
+        self._with_factors: dict[tuple[Row, torch.dtype], Plan] = {}  # whatever they are
 
     def of(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
         """Return a plan, which is made once; raise if the op has no meaning for the dtype (``reduction.check``)."""
         return self._made.get((row, dtype, id(op))) or self._make(row, dtype, op)
 
     def _make(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
+        has_factor = op.__class__ is ReduceOp and name_of(op) == "PREMUL_SUM"
+        if has_factor and (found := self._with_factors.get((row, dtype))) is not None:
+            check_factor(row, dtype, op)
+            return found
         reduction = plan(row, dtype, op) if row.reduces else None
-        made = Plan((row, dtype, op), reduction, what(row.name, dtype, op), NEVER)
+        made = Plan((row, dtype, PREMUL_SUM if has_factor else op), reduction, what(row.name, dtype, op), NEVER)
         # only the members of RedOpType live for ever; the address of any other object may be used again
         if op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name)):
             made.shared_from = self._shared_from(*made.kind)
             self._made[row, dtype, id(op)] = made
+        elif has_factor:
+            self._with_factors[row, dtype] = made
         return made
 
     def _shared_from(self, row: Row, dtype: torch.dtype, op: Any) -> int:

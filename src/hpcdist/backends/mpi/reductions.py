@@ -8,15 +8,16 @@ a number. AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.datatypes import DATATYPES
+from hpcdist.backends.mpi.datatypes import DATATYPES, address, array_on, memory
 from hpcdist.core import reduction
-from hpcdist.core.reduction import AVG, PREMUL_SUM, SIGNED
+from hpcdist.core.reduction import SIGNED
 from hpcdist.core.table import Row
 
 VENDOR, VERSION = MPI.get_vendor()
@@ -36,10 +37,16 @@ NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 # (pmodels/mpich, issue 6540)
 READS_IN_PLACE = VERSION < (4, 1, 2) if VENDOR == "MPICH" else VENDOR not in ("Open MPI", "Intel MPI")
 # MPICH 4.0.2 takes unsigned integers for signed ones in MIN and MAX (pmodels/mpich, issues 6083 and 7507). A wider type
-# has their order; of 64 bits ``Keys`` have it
+# has their order; of 64 bits what ``Flipped`` makes has it
 COMPARES_AS_SIGNED = VERSION < (5,) if VENDOR == "MPICH" else READS_IN_PLACE
-INTEGERS = {4: np.int32, 8: np.int64}  # by bytes
-KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}  # what MIN and MAX of floats compare
+# what MIN and MAX of floats compare; those of 8 bits, whose NaN lie elsewhere, are widened
+KEYS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+shift, both, differ, add, subtract = np.right_shift, np.bitwise_and, np.bitwise_xor, np.add, np.subtract
 LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no bitwise op for its C++ bool
 
 
@@ -55,40 +62,74 @@ def is_compared_as_signed(dtype: torch.dtype, name: str) -> bool:
     return COMPARES_AS_SIGNED and name in ("MIN", "MAX") and dtype in SIGNED
 
 
-class Keys:
-    """Memory of floats, or of int64 that stand for uint64, whose values MPI compares as signed integers of their order.
+# makes a function's arguments of the addresses that are read and written, the latter None if this rank does not
+# receive, and of the elements that are sent and received
+Bind = Callable[[int, "int | None", int, int], tuple[Any, ...]]
 
-    NumPy's calls take less time than torch's.
+
+class Encoding:
+    """Integers that stand for values in MPI's call: here the same ones, of a wider dtype.
+
+    A call of NumPy takes a third of one of torch's. On integers it heeds no setting for floats (``numpy.seterr``).
     """
 
-    def __init__(self, values: torch.Tensor, name: str) -> None:
-        self._values = array = values.numpy()
-        self._keys = array.view(INTEGERS[array.itemsize])
-        self._is_float = values.is_floating_point()
-        self._spare, self._is_nan = np.empty_like(self._keys), np.empty_like(array, bool)
-        largest = np.iinfo(self._keys.dtype).max
-        self._sign, self._largest, self._lowest, self._of_nan = (
-            np.array(each, self._keys.dtype)  # a number would be converted by each call
-            for each in (8 * array.itemsize - 1, largest, ~largest, ~largest if name == "MIN" else largest)
+    def __init__(self, dtype: torch.dtype, sent: torch.dtype) -> None:
+        self.dtype, self.sent = map(numpy_dtype, (dtype, sent))  # as which values are read, and what MPI gets
+        self.datatype = DATATYPES[sent]
+
+    def encode(self, values: Any, sent: Any) -> None:
+        sent[...] = values
+
+    def decode(self, result: Any, values: Any) -> None:
+        """Write values for what MPI returned, which may be overwritten."""
+        values[...] = result
+
+
+class Flipped(Encoding):
+    """Of uint64, signed integers of the same order."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.int64, torch.int64)
+        self._lowest = np.array(np.iinfo(np.int64).min)
+
+    def encode(self, values: Any, sent: Any) -> None:
+        differ(values, self._lowest, sent)
+
+    def decode(self, result: Any, values: Any) -> None:
+        differ(result, self._lowest, values)
+
+
+class Keys(Encoding):
+    """Of floats, signed integers of their order, in which NaN of either sign is beyond the infinity that would win."""
+
+    def __init__(self, dtype: torch.dtype, name: str) -> None:
+        super().__init__(KEYS[dtype], KEYS[dtype])
+        nans = round(1 / torch.finfo(dtype).eps) - 1  # of each sign
+        self._sign, self._largest, self._nans = (
+            np.array(each, self.sent)  # a number would be converted by each call
+            for each in (8 * dtype.itemsize - 1, np.iinfo(self.sent).max, nans if name == "MAX" else -nans)
         )
 
-    def make(self) -> None:
-        """Turn the values to keys."""
-        if self._is_float:
-            np.isnan(self._values, out=self._is_nan)
-        self.turn()
-        if self._is_float:
-            np.copyto(self._keys, self._of_nan, where=self._is_nan)
+    def encode(self, values: Any, sent: Any) -> None:
+        shift(values, self._sign, sent)
+        both(sent, self._largest, sent)
+        differ(values, sent, sent)  # of what is below zero all bits but the sign flip
+        subtract(sent, self._nans, sent)  # NaN at the far end go round to the other
 
-    def turn(self) -> None:
-        """Turn keys to values, or the other way round those that are no NaN."""
-        keys, spare = self._keys, self._spare
-        if self._is_float:  # of what is below zero all bits but the sign flip
-            np.right_shift(keys, self._sign, out=spare)
-            np.bitwise_and(spare, self._largest, out=spare)
-            np.bitwise_xor(keys, spare, out=keys)
-        else:
-            np.bitwise_xor(keys, self._lowest, out=keys)
+    def decode(self, result: Any, values: Any) -> None:
+        add(result, self._nans, result)
+        shift(result, self._sign, values)
+        both(values, self._largest, values)
+        differ(result, values, values)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+def array_of(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Any:
+    """Return the memory of a contiguous CPU tensor as a flat array of a dtype of the same size."""
+    return array_on(memory(tensor), tensor.numel(), dtype)
 
 
 def mpi_op(dtype: torch.dtype, name: str) -> MPI.Op:
@@ -102,48 +143,101 @@ class Reduction(NamedTuple):
 
     datatype: MPI.Datatype
     op: MPI.Op
-    wide: torch.dtype | None  # the dtype on the wire if it is not the tensor's own
-    factor: Any  # of a PREMUL_SUM
+    wide: torch.dtype | None  # to which torch converts values first, and from which it rounds the result
+    encoding: Encoding | None  # what MPI gets instead of these
+    multiplies: bool  # by the factor of a PREMUL_SUM, which is the call's
     averages: bool
     in_memory: bool  # whether the tensor's own memory goes to MPI
     is_direct: bool  # and nothing is left to do after the call
-    keyed: str  # the name of MIN or MAX if MPI compares integers that stand for the values (``Keys``)
 
-    def before(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values to reduce, in memory of their own."""
-        values = tensor.to(self.wide) if self.wide is not None else tensor.clone()
-        if self.keyed:
-            Keys(values, self.keyed).make()
-        return values if self.factor is None else values.mul_(self.factor)
+    def before(self, tensor: torch.Tensor, op: Any, memory_of: Callable[[int], MPI.buffer]) -> torch.Tensor:
+        """Return the values to reduce, in memory of their own; ``memory_of`` returns some of so many bytes."""
+        values, encoding = tensor, self.encoding
+        if self.wide is not None:
+            values = tensor.to(self.wide)
+        elif self.multiplies:
+            values = tensor.clone()
+        if self.multiplies:
+            values.mul_(reduction.premultiplier(op))
+        if encoding is None or not tensor.numel():
+            return values
+        sent = array_on(memory_of(tensor.numel() * encoding.sent.itemsize), tensor.numel(), encoding.sent)
+        encoding.encode(array_of(values, encoding.dtype), sent)
+        return torch.from_numpy(sent)
 
     def after(self, values: torch.Tensor, recv: torch.Tensor, size: int) -> None:
-        if self.keyed:
-            Keys(values, self.keyed).turn()
-        if values is not recv and not recv.is_floating_point() and not recv.is_complex():
-            values = recv.copy_(values)  # a sum wraps before it is divided, as it does if MPI adds in the dtype
+        if self.encoding is not None:
+            result = array_of(values, self.encoding.sent)
+            values = recv if self.wide is None else torch.empty(recv.shape, dtype=self.wide, device="cpu")
+            self.encoding.decode(result, array_of(values, self.encoding.dtype))
         if self.averages:
             reduction.average(values, size)
         if values is not recv:
             recv.copy_(values)
 
 
+def on_encoded(encoding: Encoding, function: Callable[..., Any]) -> Callable[..., None]:
+    """Return what runs a function of MPI on what stands for values, of the arguments that ``of_encoded`` makes."""
+    encode, decode = encoding.encode, encoding.decode
+
+    def run(values: Any, sent: Any, result: Any, target: Any, *arguments: Any) -> None:
+        encode(values, sent)
+        function(*arguments)
+        if target is not None:
+            decode(result, target)
+
+    return run
+
+
+def of_encoded(encoding: Encoding, bind: Bind, in_place: bool, memory_of: Callable[[int], MPI.buffer]) -> Bind:
+    """Return what makes arguments of where values lie, in memory that other calls use too."""
+    of_values, of_sent = encoding.dtype, encoding.sent
+
+    def bind_encoded(place: int, target: int | None, sent: int, received: int) -> tuple[Any, ...]:
+        start = 0 if in_place else sent * of_sent.itemsize  # of the result
+        kept = memory_of(start + received * of_sent.itemsize)
+        values: Any = array_on(address(place, sent * of_values.itemsize), sent, of_values)
+        returned, end = None, None
+        if target is not None:
+            returned = array_on(address(target, received * of_values.itemsize), received, of_values)
+            end = kept.address + start
+        return (
+            values,
+            array_on(kept, sent, of_sent),
+            array_on(kept, received, of_sent, start),
+            returned,
+            *bind(kept.address, end, sent, received),
+        )
+
+    return bind_encoded
+
+
+def encoding_of(dtype: torch.dtype, on_wire: torch.dtype | None, name: str) -> Encoding | None:
+    """Return what stands for values of a dtype in MPI's call if that is ``on_wire``, in an op of a name."""
+    if name in ("MIN", "MAX") and (compared := dtype if dtype in KEYS else on_wire) in KEYS:
+        return Keys(compared, name)
+    if on_wire is None or on_wire.is_floating_point or on_wire.is_complex:
+        return None
+    return Flipped() if dtype.itemsize == on_wire.itemsize else Encoding(dtype, on_wire)
+
+
 def plan(row: Row, dtype: torch.dtype, op: Any) -> Reduction:
     """Return how to reduce a dtype by an op, or raise c10d's error (see ``core.reduction.check``)."""
     reduction.check(row, dtype, op)
-    premultiplies = op == PREMUL_SUM
     name = reduction.name_of(op)
     on_wire = wide(dtype, name)
-    factor = reduction.premultiplier(op) if premultiplies else None
-    compared = on_wire or dtype
-    is_keyed = name in ("MIN", "MAX") and (compared in KEYS or (dtype is torch.uint64 and on_wire is not None))
-    on_memory = on_wire is None and factor is None and not is_keyed
+    encoding = encoding_of(dtype, on_wire, name)
+    if encoding is not None and (dtype in KEYS or not dtype.is_floating_point):
+        on_wire = None
+    multiplies = name == "PREMUL_SUM"
+    on_memory = on_wire is None and not multiplies and encoding is None
     return Reduction(
-        datatype=DATATYPES[KEYS.get(compared, compared) if is_keyed else compared],
+        datatype=DATATYPES[on_wire or dtype] if encoding is None else encoding.datatype,
         op=mpi_op(dtype, name),
         wide=on_wire,
-        factor=factor,
-        averages=op == AVG,
+        encoding=encoding,
+        multiplies=multiplies,
+        averages=name == "AVG",
         in_memory=on_memory,
-        is_direct=on_memory and op != AVG,
-        keyed=name if is_keyed else "",
+        is_direct=on_memory and name != "AVG",
     )
