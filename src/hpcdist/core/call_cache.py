@@ -89,13 +89,15 @@ class CallCache(dict[Any, tuple[Any, ...]]):
     def has(self, kind: Any, op: Any, counts: Counts | None, send: Any, recv: Any) -> bool:
         """Tell whether a call is like one that came again, and so needs no check but that its tensors have memory."""
         in_place = recv is send
-        return any(
-            known.op is op
-            and known.in_place is in_place
-            and known.counts == counts
-            and (known.is_like(send) if in_place else known.is_like(send, recv))
-            for known in self.get(kind, ())
-        )
+        for known in self.get(kind, ()):
+            if (
+                known.op is op
+                and known.in_place is in_place
+                and known.counts == counts
+                and (known.is_like(send) if in_place else known.is_like(send, recv))
+            ):
+                return True
+        return False
 
     def keep(self, kind: Any, prepared: Any) -> None:
         """Keep what was prepared for a call, and forget the oldest of many."""

@@ -293,8 +293,8 @@ class AllWork(Work):
         self._works = works
 
     def _carry_out(self) -> bool:
-        """Carry out its parts as waits for them would, if there are some; an error is left to ``_block``."""
-        for work in self._works:
+        """Carry out its parts, if it has any, as a wait for the last would; leave an error to ``_block``."""
+        for work in reversed(self._works):
             if not (work._done or work._carry_out()) or work._error is not None:
                 return False
         if self._works:

@@ -24,6 +24,9 @@ from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr
+# calls with lists whose descriptions are kept. With many, what describes new ones lies outside of a core's caches (4 µs
+# of 23); a few come in turn, as those that are coalesced (4 µs each to describe)
+LISTS_KEPT = 4
 
 
 class Prepared(NamedTuple):
@@ -119,9 +122,7 @@ def repeated(
             arguments, size = describe(places)
             base = with_size(first, size)
             if arguments is not None:  # else what all ranks find out about their nodes may change it
-                # of calls with lists only the last is kept: what describes new ones would lie outside of a core's
-                # caches (4 µs of 23)
-                if places_of is not None or len(known) >= PLACES_KEPT:
+                if len(known) >= (PLACES_KEPT if places_of is None else LISTS_KEPT):
                     known.clear()
                 known[places] = arguments, size, base
         if is_copied and arguments is not None:
