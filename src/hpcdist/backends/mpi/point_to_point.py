@@ -16,7 +16,7 @@ from hpcdist.backends.mpi.communicator import Communicator, Token
 from hpcdist.backends.mpi.datatypes import BYTE, CUTS, Descriptions, landing, message
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
-from hpcdist.backends.mpi.receives import ANYONE, LARGE, POSTS_ANYONE, MatchedReceive
+from hpcdist.backends.mpi.receives import ANYONE, LARGE, MatchedReceive
 from hpcdist.core.backend import Message
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
@@ -48,7 +48,7 @@ class PointToPoint:
         communicator, nbytes = self._communicator, tensor.nbytes
         receives, status, request = communicator.receives, MPI.Status(), None
         try:
-            if nbytes <= LARGE and (src is not None or POSTS_ANYONE) and not receives.waiting:  # as ``irecv``
+            if nbytes <= LARGE and (src is not None or receives.posts_anyone) and not receives.waiting:  # as ``irecv``
                 place = tensor.data_ptr(), nbytes
                 buffer = self._received.get(place) or self._received.add(place, tensor)
                 request = self._comm.Irecv(buffer, ANYONE if src is None else src, tag)
@@ -87,7 +87,7 @@ class PointToPoint:
         receives = communicator.receives
         try:
             # the short way, for latency
-            if nbytes <= LARGE and (src is not None or POSTS_ANYONE) and not receives.waiting:
+            if nbytes <= LARGE and (src is not None or receives.posts_anyone) and not receives.waiting:
                 place = tensor.data_ptr(), nbytes
                 buffer = self._received.get(place) or self._received.add(place, tensor)
                 request = self._comm.Irecv(buffer, ANYONE if src is None else src, tag)

@@ -5,8 +5,9 @@ eager limit whole, if the buffer is one run of memory; so a receive there is des
 it unpacks and cuts. That takes up to twice the time for large messages, which are matched instead: their length is
 known before they are received.
 
-With MPICH a receive from anyone is matched. MPICH 5.0.2 over UCX never ends one that is posted after its message has
-come from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message.
+Under MPICH and ULFM a receive from anyone is matched. MPICH 5.0.2 over UCX never ends one that is posted after its
+message has come from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message. ULFM
+leaves a posted one as it is after a death (MPI_ERR_PROC_FAILED_PENDING), so that it might write to its memory later.
 
 MPI knows nothing of a matched receive until its message is there. While nobody waits for it, the progress thread looks.
 If MPI allows no such thread all are posted, since a sender may wait for this rank in another call.
@@ -21,12 +22,12 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
+from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.waiting import wait_until
 
 PROBES = 1000  # before the first nap of a wait
 LARGE = 1 << 15  # bytes, above which a receive is matched if MPI does not cut
 ANYONE = MPI.ANY_SOURCE
-POSTS_ANYONE = not CUTS  # whether a receive from anyone may be posted: Open MPI's may
 
 
 class MatchedReceive:
@@ -96,6 +97,7 @@ class Receives:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+        self.posts_anyone = not CUTS and not ulfm.is_tolerant()  # whether a receive from anyone is posted
         self.waiting: list[MatchedReceive] = []  # those to be matched
         self._lock = threading.Lock()
         self._is_closed = False
@@ -104,7 +106,7 @@ class Receives:
     def begin(self, tensor: torch.Tensor, src: int | None, tag: int, blocks: bool = False) -> Any:
         """Begin to receive; return the request. ``blocks`` says that its rank does nothing until it has ended."""
         source = ANYONE if src is None else src
-        is_posted = (CUTS or tensor.nbytes <= LARGE) and (src is not None or POSTS_ANYONE)
+        is_posted = (CUTS or tensor.nbytes <= LARGE) and (src is not None or self.posts_anyone)
         if is_posted or not (blocks or self._has_threads):
             with self._lock:
                 if not any(each.takes(source, tag) for each in self.waiting):
