@@ -223,16 +223,16 @@ class Collectives:
                 run(flat, flat)
 
             return lambda tensors, _: self._bundler.run(tensors, sizes, dtype, run_flat)
-        flatten = self._vectors.flattener(dtype, None if call.counts is None else sizes)
+        flatten = self._vectors.flattener(dtype)
         again, plan = run_again(call, self.run), self.plans.of(call.row, dtype, call.op)
         ranks, total = (self._size, 0) if call.counts is None else (0, listed.nbytes)
 
         def run_list(tensors: Any, recv: Any) -> None:
             nbytes = total + ranks * recv.nbytes
-            if nbytes >= plan.shared_from or nbytes > FLAT_MAX:  # the nodes' memory takes a list as it is
+            if not 0 < nbytes <= FLAT_MAX or nbytes >= plan.shared_from:  # the nodes' memory takes a list as it is
                 again(tensors, recv)
             else:
-                run(flatten(tensors), recv)
+                run(flatten(tensors, nbytes), recv)
 
         return run_list
 

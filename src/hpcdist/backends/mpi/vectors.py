@@ -13,12 +13,11 @@ from ctypes import memmove
 from operator import add, sub
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, array_on, shifted, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PLACES_KEPT, address, shifted, starts_of
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList, check_memory
@@ -33,8 +32,7 @@ VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
 # from 1 MiB on (2 ranks, a Xeon); messages take as long as that one
 VECTOR_MAX = COUNT_MAX if MPI.get_vendor()[0] == "Open MPI" else 1 << 17
 KEPT_MAX = 1 << 28  # bytes that are kept from one call to the next
-FLAT_MAX = 1 << 20  # and of a list, with what describes its tensors
-data_ptr = torch.Tensor.data_ptr
+FLAT_MAX = 1 << 20  # up to which a list that comes again is copied by what was prepared
 
 
 class KeptMemory:
@@ -68,31 +66,24 @@ class Vectors:
         copy(shifted(memory.address, tensors.sizes), tensors.addresses, tensors.sizes)
         return torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
 
-    def flattener(self, dtype: torch.dtype, sizes: list[int] | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        """Return what does the same with lists of a dtype that come again; ``sizes`` are in bytes, None if equal."""
-        seen: list[int] = []  # where the tensors lie, and the bytes of the first
-        flat: Any = None
-        copies: list[tuple[Any, Any]] = []
+    def flattener(self, dtype: torch.dtype) -> Callable[[list[torch.Tensor], int], torch.Tensor]:
+        """Return what does the same with lists of a dtype that come again, given their bytes, not 0."""
+        kept: dict[int, tuple[MPI.buffer, torch.Tensor]] = {}  # by bytes
 
-        def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
-            nonlocal seen, flat, copies
-            places = [tensors[0].nbytes, *map(data_ptr, tensors)]
-            if places != seen:
-                if 0 in places:
-                    check_memory(*tensors)
-                lengths = [places[0]] * len(tensors) if sizes is None else sizes
-                nbytes = sum(lengths)
+        def flatten(tensors: list[torch.Tensor], nbytes: int) -> torch.Tensor:
+            if (found := kept.get(nbytes)) is None:
+                if len(kept) >= PLACES_KEPT:
+                    kept.clear()
                 memory = self._all.of(nbytes)
-                starts, sources = shifted(memory.address, lengths), places[1:]
-                copies = [
-                    (bytes_at(start, length), bytes_at(source, length))
-                    for start, source, length in zip(starts, sources, lengths, strict=True)
-                ]
-                count = nbytes // dtype.itemsize
-                flat = torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
-                seen = places
-            for part, source in copies:
-                part[...] = source
+                found = kept[nbytes] = memory, torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize)
+            (memory, flat), start = found, 0
+            for each in tensors:
+                if place := each.data_ptr():
+                    end = start + each.nbytes
+                    memory[start:end] = address(place, end - start)
+                    start = end
+                else:
+                    check_memory(each)
             return flat
 
         return flatten
@@ -181,11 +172,6 @@ class Vectors:
             self._exchange.send_each(places, lengths, [own] * self._size, ones)
         else:
             self._exchange.send_each([own] * self._size, ones, places, lengths)
-
-
-def bytes_at(place: int, nbytes: int) -> Any:
-    """Return the memory at an address as an array: NumPy copies a small one in half of the time of ``memmove``."""
-    return array_on(address(place, nbytes), nbytes, np.uint8)
 
 
 def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
