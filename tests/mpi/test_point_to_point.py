@@ -124,11 +124,18 @@ def test_receives_from_anyone_keep_their_place_among_those_that_name_a_sender(ev
             dist.recv_object_list(an_object, 1)
             work.wait()
             assert (first[-1], an_object) == (number, [{number}])
+            large, small = torch.zeros(10_000), torch.zeros(1)
+            works = [dist.irecv(large, 1, tag=5), dist.irecv(small, tag=5)]
+            for work in works[:: (-1, 1)[number % 2]]:
+                work.wait()
+            assert (large[-1], small[-1]) == (4, 5)
         elif rank == 1:
             time.sleep(number % 4 * 1e-3)
             for value, tag in ((1, 3), (2, 3), (3, 4), (number, 0)):
                 dist.send(torch.full((numel,), float(value)), 0, tag=tag)
             dist.send_object_list([{number}], 0)
+            for each in (torch.full((10_000,), 4.0), torch.tensor([5.0])):
+                dist.send(each, 0, tag=5)
     dist.barrier()
 
 

@@ -46,8 +46,8 @@ class MatchedReceive:
         self.is_cancelled = False  # whether it was given up
 
     def takes(self, source: int, tag: int) -> bool:
-        """Tell whether a message from a rank with a tag is for this receive, if no earlier one takes it."""
-        return self.tag == tag and self.source in (source, ANYONE)
+        """Tell whether a message from a rank, or from anyone, may be for this receive, if no earlier one takes it."""
+        return self.tag == tag and (self.source == source or ANYONE in (source, self.source))
 
     def begin(self, matched: MPI.Message) -> None:
         """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""
