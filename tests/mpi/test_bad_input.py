@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -391,9 +392,9 @@ def test_rows_that_do_not_divide_among_the_ranks(width, size):
         dist.all_to_all_single(rows.clone(), rows)
 
 
-def freed(count):
-    """Return a tensor whose storage was freed, as FSDP frees those of unsharded parameters."""
-    tensor = torch.ones(count)
+def freed(count, start=0):
+    """Return part of a tensor whose storage was freed, as FSDP frees those of unsharded parameters."""
+    tensor = torch.ones(start + count)[start:]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -424,10 +425,10 @@ WITHOUT_MEMORY = {
 @pytest.mark.parametrize("count", [24, 600_000])
 @pytest.mark.parametrize("call", WITHOUT_MEMORY)
 def test_tensors_whose_storage_was_freed(call, count, rank, size):
-    for _ in range(80):  # until the group knows the call, which then checks less
+    for number in range(80):  # until the group knows the call, which then checks less
         if rank == size - 1:  # the others see nothing of it
             with pytest.raises(ValueError, match="storage was freed"):
-                WITHOUT_MEMORY[call](lambda: freed(count), size)
+                WITHOUT_MEMORY[call](partial(freed, count, number % 2), size)
         if count < 1000:
             WITHOUT_MEMORY[call](lambda: torch.ones(count), size)
 
@@ -443,16 +444,20 @@ def test_a_copied_tensor_whose_storage_was_freed(make, size):
         dist.all_gather_into_tensor(each, torch.ones(each.numel() // size, dtype=each.dtype))
 
     tensor = make()
-    tensor.untyped_storage().resize_(0)
+    part = make()[1:]
+    for each in (tensor, part):
+        each.untyped_storage().resize_(0)
     for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0), lambda each: dist.reduce(each, 0), gather):
         for _ in range(20):  # until the group knows the call
-            with pytest.raises(ValueError, match="storage was freed"):
-                call(tensor)
+            for each in (tensor, part):
+                with pytest.raises(ValueError, match="storage was freed"):
+                    call(each)
             if call is not gather or not tensor.numel() % size:
                 call(make())
     for message in (dist.isend, dist.irecv):
-        with pytest.raises(ValueError, match="storage was freed"):
-            message(tensor, 0)
+        for each in (tensor, part):
+            with pytest.raises(ValueError, match="storage was freed"):
+                message(each, 0)
 
 
 @pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")

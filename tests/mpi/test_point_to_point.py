@@ -355,8 +355,8 @@ def frozen():
     return array
 
 
-def freed():
-    tensor = torch.ones(2)
+def freed(start=0):
+    tensor = torch.ones(4)[start : start + 2]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -365,6 +365,7 @@ REFUSED = {
     "read-only": (frozen, ValueError, "read-only"),
     "sparse": (lambda: torch.eye(2).to_sparse(), TypeError, "dense"),
     "freed": (freed, ValueError, "storage was freed"),
+    "part of what was freed": (lambda: freed(1), ValueError, "storage was freed"),
     "meta": (lambda: torch.ones(2, device="meta"), RuntimeError, "device type meta"),
 }
 
@@ -500,11 +501,12 @@ def test_messages_that_repeat_but_for_one_fact(rank, size):
         dist.irecv(grid[0], left, tag=32767)
     with pytest.raises(TypeError, match="dense"):
         dist.isend(grid.to_sparse(), right)
-    lost = torch.zeros(4, 2)[:, 0]
-    lost.untyped_storage().resize_(0)
+    strided = torch.zeros(4, 2)[:, 1]
+    strided.untyped_storage().resize_(0)
     for begin, peer in ((dist.isend, right), (dist.irecv, left)):
-        with pytest.raises(ValueError, match="storage was freed"):
-            begin(lost, peer)
+        for lost in (strided, freed(), freed(1)):
+            with pytest.raises(ValueError, match="storage was freed"):
+                begin(lost, peer)
     group = dist.new_group()
     for index in range(100):
         exchange(torch.full((4,), float(index)), grid[0], group=group)

@@ -21,7 +21,16 @@ from hpcdist.beyond.gradients import WithGradient
 from hpcdist.c10d.device_mesh import DeviceMesh
 from hpcdist.core import world
 from hpcdist.core.backend import Message
-from hpcdist.core.buffers import COPY_KEPT, PLAIN_TYPES, as_tensor, check_memory, for_writing, is_plain, on_memory
+from hpcdist.core.buffers import (
+    COPY_KEPT,
+    LOWEST_PLACE,
+    PLAIN_TYPES,
+    as_tensor,
+    check_memory,
+    for_writing,
+    is_plain,
+    on_memory,
+)
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin, between, checked, dense
@@ -87,7 +96,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
             tensor = on_memory(tensor)
         if not (is_plain(tensor) and tensor.is_cpu):
             tensor, are_plain = checked(pg, tensor, f"{name}[{rank}]", writable, writable), False
-        elif not tensor.data_ptr():
+        elif tensor.data_ptr() < LOWEST_PLACE:
             check_memory(tensor)
         found.append((tensor, peer))
     return found, are_plain

@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
 from hpcdist.core.buffers import (
+    LOWEST_PLACE,
     as_tensor,
     check_dense,
     check_dtype,
@@ -210,7 +211,7 @@ class Window:
             raise MismatchError(
                 f"Window.{call}: the tensor is {data.dtype} on {data.device}; expected {self.dtype} on cpu"
             )
-        if not data.data_ptr():
+        if data.data_ptr() < LOWEST_PLACE:
             check_memory(data)
         if not 0 <= offset <= self.sizes[rank] - data.numel():
             raise MismatchError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from hpcdist.core import hooks, profiling, world
-from hpcdist.core.buffers import as_tensor, is_plain
+from hpcdist.core.buffers import LOWEST_PLACE, as_tensor, is_plain
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import FIRST_KEPT, checked, checked_tag, incoming, irecv, isend, outgoing, title
@@ -171,7 +171,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
                 "(hpcdist.P2POp)."
             )
         groups.add(each.group)
-        if not is_plain(each.tensor) or not each.tensor.data_ptr():
+        if not is_plain(each.tensor) or each.tensor.data_ptr() < LOWEST_PLACE:
             checked(each.group, each.tensor, "tensor", each.op is irecv)
     if len(groups) > 1:
         raise ValueError("All ops need to use the same group.")

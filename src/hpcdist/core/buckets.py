@@ -36,7 +36,7 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: object, check: Check
         if tensor.layout is not torch.strided or kind not in checked:
             check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
             checked.add(kind)
-        elif not tensor.data_ptr():
+        elif tensor.data_ptr() < buffers.LOWEST_PLACE:
             buffers.check_memory(tensor)
         if tensor.layout is not torch.strided or pg.backend(tensor.device).has_groups:
             made.append([index])

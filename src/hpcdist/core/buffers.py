@@ -23,6 +23,8 @@ from hpcdist.core.table import Row
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 from_numpy = torch.from_numpy
+# no memory of a process begins below but a heap; an address there may be an offset in a storage that was freed
+LOWEST_PLACE = 1 << 32
 COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
 COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
 # whose scale and zero point are not in their memory
@@ -70,7 +72,7 @@ class TensorList:
         if 0 in self.sizes:  # memory that is not there has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
-        if 0 in self.addresses:
+        if min(self.addresses, default=LOWEST_PLACE) < LOWEST_PLACE:
             check_memory(*tensors)
 
     def without_memory(self) -> TensorList:
@@ -237,7 +239,7 @@ class Copies:
 
     def of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return a copy of a tensor, and what describes it."""
-        if not tensor.data_ptr():  # as ``like``, without a call, for latency
+        if tensor.data_ptr() < LOWEST_PLACE:  # as ``like``, without a call, for latency
             check_memory(tensor)
         found = self._kept.get(tensor.shape) or self.memory(tensor.shape)
         found[0].copy_(tensor)
@@ -245,7 +247,7 @@ class Copies:
 
     def like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return memory for a copy of a tensor, which has some itself, and what describes it."""
-        if not tensor.data_ptr():
+        if tensor.data_ptr() < LOWEST_PLACE:
             check_memory(tensor)
         return self._kept.get(tensor.shape) or self.memory(tensor.shape)
 
@@ -288,7 +290,7 @@ class LentCopies:
 
     def _lend(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a copy of a tensor, and where it is to be put when its use has ended."""
-        if not tensor.data_ptr():
+        if tensor.data_ptr() < LOWEST_PLACE:
             check_memory(tensor)
         shape = tensor.shape
         try:
@@ -360,7 +362,7 @@ def check_dtype(dtype: Any) -> None:
 def check_memory(*tensors: torch.Tensor) -> None:
     """Raise if a dense tensor has elements and no memory, which a library would read or write at address 0."""
     for tensor in tensors:
-        if not tensor.data_ptr() and tensor.nbytes:
+        if tensor.data_ptr() < LOWEST_PLACE and tensor.nbytes and not tensor.untyped_storage().data_ptr():
             if tensor.is_meta:
                 raise MismatchError(
                     f"a tensor of shape {tuple(tensor.shape)} is on the device meta, which has no memory; expected one "
@@ -432,6 +434,7 @@ def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a tensor of bytes."""
+    check_memory(tensor)
     # a single element counts as contiguous whatever its stride, which ``view`` minds
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

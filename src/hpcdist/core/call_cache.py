@@ -298,6 +298,8 @@ def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] |
 
 def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     """Return how a buffer is made of a tensor, or a list of them of a list."""
+    if given.__class__ is LIST and buffer.__class__ is not TensorList:
+        return None
     if buffer is given or (given.__class__ is LIST and all(map(is_, given, buffer.tensors))):
         return (lambda tensor: (tensor, tensor)), False
     if given.__class__ is LIST:

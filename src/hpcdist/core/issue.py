@@ -19,6 +19,7 @@ import torch
 from hpcdist.core import buckets, hooks, lists, profiling
 from hpcdist.core.backend import Backend
 from hpcdist.core.buffers import (
+    LOWEST_PLACE,
     PLAIN_TYPES,
     QUANTIZED_TYPES,
     TensorList,
@@ -320,7 +321,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
         if each is not None:
             if each.layout is not torch.strided or each.dtype in QUANTIZED_TYPES:
                 check_dense(row.name, each)
-            if not each.data_ptr():
+            if each.data_ptr() < LOWEST_PLACE:
                 check_memory(each)
     if row is ALL_TO_ALL_SINGLE:
         assert given is not None

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.core.buffers import TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 
 runtime.load()  # refuses by name an mpi4py that lacks what is used here
 BYTE = MPI.BYTE
@@ -53,7 +53,7 @@ def array_on(memory: Any, count: int, dtype: Any, start: int = 0) -> Any:
 def message(tensor: torch.Tensor) -> list[Any]:
     """Return the bytes of a contiguous CPU tensor as the buffer of an MPI call, of any size."""
     nbytes = tensor.nbytes
-    if nbytes <= COUNT_MAX and (place := tensor.data_ptr()):
+    if nbytes <= COUNT_MAX and (place := tensor.data_ptr()) >= LOWEST_PLACE:
         return [address(place, nbytes), BYTE]
     check_memory(tensor)
     return buffer_of_runs(tensor, nbytes)
@@ -73,7 +73,7 @@ def landing(tensor: torch.Tensor) -> list[Any]:
     nbytes = tensor.nbytes
     if CUTS:
         return message(tensor)
-    if not (place := tensor.data_ptr()):
+    if (place := tensor.data_ptr()) < LOWEST_PLACE:
         check_memory(tensor)
     return [address(place, nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
 

@@ -17,7 +17,7 @@ from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import PLACES_KEPT
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counted, size_of, with_root, with_size
-from hpcdist.core.buffers import TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
@@ -106,7 +106,9 @@ def repeated(
             places = None
         elif is_copied:
             places = send.shape
-            if not send.data_ptr() or not (recv is send or recv is None or recv.data_ptr()):
+            if send.data_ptr() < LOWEST_PLACE or (
+                recv is not send and recv is not None and recv.data_ptr() < LOWEST_PLACE
+            ):
                 check_memory(*tensors_of(send, recv))
         elif places_of is not None:
             places = places_of(send, recv)
@@ -117,7 +119,7 @@ def repeated(
             arguments, size, base = found
         else:
             assert describe is not None
-            if 0 in places:
+            if not is_copied and min(places[1:]) < LOWEST_PLACE:
                 check_memory(*tensors_of(send, recv))
             arguments, size = describe(places)
             base = with_size(first, size)

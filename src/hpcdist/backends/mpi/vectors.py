@@ -20,7 +20,7 @@ from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PLACES_KEPT, address, shifted, starts_of
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.repetition import Prepared
-from hpcdist.core.buffers import TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, GATHER, SCATTER, Row
 
@@ -78,12 +78,11 @@ class Vectors:
                 found = kept[nbytes] = memory, torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize)
             (memory, flat), start = found, 0
             for each in tensors:
-                if place := each.data_ptr():
-                    end = start + each.nbytes
-                    memory[start:end] = address(place, end - start)
-                    start = end
-                else:
+                if (place := each.data_ptr()) < LOWEST_PLACE:
                     check_memory(each)
+                if length := each.nbytes:
+                    memory[start : start + length] = address(place, length)
+                    start += length
             return flat
 
         return flatten
