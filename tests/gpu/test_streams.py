@@ -115,6 +115,18 @@ def test_several_works_as_one_on_two_streams(world, gate, rank, size, device):
     assert work.is_success()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_blocking_call_on_tensors_of_the_cpu_and_the_gpu(order, gate, size, device):
+    on_gpu, on_cpu = torch.ones(1 << 20, device=device), torch.ones(3)
+    torch.cuda.synchronize()
+    gate.close()
+    dist.all_reduce_coalesced([on_gpu, on_cpu][::order])
+    assert on_cpu.tolist() == [size] * 3
+    doubled = on_gpu * 2  # on the caller's stream, which is to wait for NCCL's
+    gate.open()
+    assert bool((doubled == 2 * size).all())
+
+
 def test_the_future_of_several_works(world, gate, rank, size, device):
     tensors = [torch.ones(1 << 20, device=device) * 1 for _ in range(2)]
     dist.all_reduce(tensors[0], dist.ReduceOp.MAX)
