@@ -12,6 +12,7 @@ import torch
 from hpcdist.core import hooks, profiling
 from hpcdist.core.backend import Backend, Message
 from hpcdist.core.buffers import (
+    LOWEST_PLACE,
     QUANTIZED_TYPES,
     as_tensor,
     check_memory,
@@ -48,7 +49,7 @@ def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
     cpu = pg.cpu
     if tensor.__class__ is ARRAY:
         tensor = on_memory(tensor)
-    if is_plain(tensor) and cpu is not None and tensor.is_cpu:
+    if is_plain(tensor) and cpu is not None and tensor.is_cpu and tensor.data_ptr() >= LOWEST_PLACE:
         return cpu, tensor
     data = for_reading(dense(as_tensor(tensor, "tensor")))
     return pg.backend(data.device), data
@@ -59,7 +60,7 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
     cpu = pg.cpu
     if tensor.__class__ is ARRAY:
         tensor = on_memory(tensor)
-    if is_plain(tensor) and cpu is not None and tensor.is_cpu:
+    if is_plain(tensor) and cpu is not None and tensor.is_cpu and tensor.data_ptr() >= LOWEST_PLACE:
         return cpu, tensor, None
     target = dense(as_tensor(tensor, "tensor", writable=True))
     backend = pg.backend(target.device)
@@ -140,6 +141,8 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
                         pg.known.advance(what, known)
                     break
     if known is not None:
+        if tensor.data_ptr() < LOWEST_PLACE:
+            check_memory(tensor)
         data = tensor
         _, backend, dtype, staged = known
         if staged is not None:
