@@ -66,7 +66,7 @@ def exchange(
         sends: the tensor for each receiver, by global rank; this rank too. Ranks that call must give each other as many
             ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
         recvs: the tensor to write for each sender, by global rank; at least as large as what is sent.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
         TypeError: no mapping from ranks to dense tensors; before anything is sent.
