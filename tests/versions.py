@@ -32,7 +32,7 @@ class Version(NamedTuple):
     ranks: dict[str, tuple[int, ...]]
 
 
-TORCH_PARTS = {"unit": (0,), "torch": (2,), "mpi": (2,)}
+TORCH_PARTS = {"unit": (0,), "torch": (2,), "mpi": (2,), "parity": (2,)}
 MPI_PARTS = {"mpi": (2, 3), "torch": (2,), "faults": (0,)}
 LIBRARIES = ("accelerate>=1.15", "lightning>=2.6", "lightning-fabric>=2.6")
 PAGE = "docs/test_code_blocks.py::test_blocks_of[docs/how-to/ddp-fsdp.md]"

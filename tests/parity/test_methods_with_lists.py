@@ -129,6 +129,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_the_call_in_the_same_words(case, group, size):
     call, phrase = REFUSED[case]
+    for name in {"set_timeout", "split_group"} & {*call.__code__.co_names}:
+        if not hasattr(group, name):
+            pytest.skip(f"groups of this torch have no {name}")
     with pytest.raises((ValueError, RuntimeError), match=phrase):
         call(group, size)
     tensor = one()

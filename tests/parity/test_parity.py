@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as td
+from torch.distributed import distributed_c10d as c10d
 
 import hpcdist as dist
 
@@ -126,8 +128,15 @@ def _raise_value():
     raise ValueError
 
 
+# what an older torch does not check: it makes the group and waits for it, or asks for a GPU first
+WORDS = {"duplicates": "must not contain duplicate entries", "split": "split_ranks cannot be None or empty"}
+CHECKED = inspect.getsource(c10d)
+
+
 @pytest.mark.parametrize("case", ERRORS)
 def test_same_kind_of_error(case):
+    if WORDS.get(case, "") not in CHECKED:
+        pytest.skip("this torch does not check it")
     kinds = []
     for d in BOTH:
         with warnings.catch_warnings():

@@ -201,8 +201,10 @@ def test_our_functions_take_torchs_groups(rank, size):
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)
     assert tensor.item() == size
-    local = torch_dist.new_group([rank], use_local_synchronization=True)
-    assert dist.get_world_size(local) == 1
+    for asked in (None, "mpi"):
+        local = torch_dist.new_group([rank], backend=asked, use_local_synchronization=True)
+        assert dist.get_world_size(local) == 1
+        assert torch_dist.get_backend(local) == (asked or torch_dist.get_backend())
     torch_dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="not a live group"):
         dist.all_reduce(tensor, group=group)

@@ -7,6 +7,8 @@ what                                                  why                       
                                                       MASTER_ADDR, where the launcher starts MPI
 ``distributed_c10d._new_process_group_helper``        "mpi" becomes "hpcdist", also beside a group of     2.13.0, 2.15.0
                                                       torch's; ``python -m hpcdist run``: "gloo" too
+``distributed_c10d._new_group_with_tag``              "mpi" with ``use_local_synchronization``, which     2.8.0, 2.14.1
+                                                      c10d refuses
 ``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``.is_mpi_available``
 ``distributed_c10d._world`` (default_pg, pg_map,      the group that is meant; the name that was asked    2.13.0, 2.15.0
@@ -67,6 +69,7 @@ def register(
         handlers["env"] = by_launcher
     replaced.AFTER_ABORT.append(end_beside)
     replaced.replace("_new_process_group_helper", make, c10d)
+    replaced.replace("_new_group_with_tag", make_by_members, c10d)
     replaced.replace_all()
 
 
@@ -134,13 +137,37 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
         warn_of_absent(asked)
     ASKED[:] = [asked]
     made = helper(size, rank, ranks, c10d.Backend(NAME), *args, **kwargs)
-    group, store = made
-    if group in c10d._world.pg_map and asked != NAME:
-        shown = NAME if asked == "undefined" else asked
-        c10d._world.pg_map[group] = (shown, store)
-        c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(shown)))
-        group.asked_name = None if name in ("undefined", NAME) else name
+    if made[0] in c10d._world.pg_map and asked != NAME:
+        show(made[0], asked)
     return made
+
+
+def show(group: Any, asked: str) -> None:
+    """Have ``get_backend``, ``get_backend_config`` and profiles name a group's backend as the script did."""
+    shown, name = NAME if asked == "undefined" else asked, cpu_backend(asked)
+    c10d._world.pg_map[group] = (shown, c10d._world.pg_map[group][1])
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(shown)))
+    group.asked_name = None if name in ("undefined", NAME) else name
+
+
+def make_by_members(
+    stock: Any,
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    *args: Any,
+    use_local_synchronization: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Make a group of ours that only its members make by the name "mpi" too, for which c10d refuses it."""
+    default: Any = c10d._world.default_pg
+    asked = str(backend or (c10d._world.pg_map[default][0] if default is not None else "")).lower()
+    is_ours = use_local_synchronization and asked == "mpi" and isinstance(default, ProcessGroup)
+    kwargs["use_local_synchronization"] = use_local_synchronization
+    group = stock(ranks, timeout, NAME if is_ours else backend, *args, **kwargs)
+    if is_ours and isinstance(group, ProcessGroup):
+        show(group, asked)
+    return group
 
 
 def number(given: int, variable: str) -> int | None:
