@@ -52,7 +52,7 @@ class CallExchange:
 
     def _live(self) -> Iterator[CallLog]:
         for group in WORLD.watched():
-            for backend in dict.fromkeys(group.backends.values()):
+            for backend in group.in_use():
                 if (log := backend.call_log()) is not None:
                     log.ranks = group.ranks
                     yield log

@@ -152,8 +152,7 @@ def blocking() -> Iterator[UnderWay]:
     """
     for group in WORLD.watched():
         blocked = group.journal.blocked()
-        left = group.left if group.is_watched else []
-        backends = dict.fromkeys(list(group.backends.values()) or left)
+        backends = group.in_use()
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:

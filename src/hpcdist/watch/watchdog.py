@@ -216,7 +216,7 @@ class Watchdog:
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
         for group in list(WORLD.groups.values()):
-            for backend in list(group.backends.values()):
+            for backend in group.in_use():
                 if (failure := backend.faults.check_async()) is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
                     backend.faults.interrupt(str(failure))
