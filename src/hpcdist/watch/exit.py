@@ -26,7 +26,7 @@ from hpcdist.core.journal import RING, Blocked, CallRecord
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
-from hpcdist.watch.calls_under_way import DESTROY, LOOKING
+from hpcdist.watch.calls_under_way import DESTROY, LOOKING, MAKING
 from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
@@ -328,6 +328,8 @@ def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     ``may_arrive`` says whether messages that this rank has sent may still be under way.
     """
     group = WORLD.groups.get(call["group"])
+    if call["name"] == MAKING:  # if this rank has made any such group it may be through with that one
+        return not any(each.name == MAKING for each in made_on(call["group"]))
     if call["message"]:
         may_come = may_arrive and "recv" in call["name"]
         return call["peer"] == me and not (may_come and any("send" in each.name for each in made_on(call["group"])))

@@ -257,7 +257,7 @@ class Watchdog:
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if message.get("about"):
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
-        calls = [{**each.described(), "has_asker": asker in each.group.ranks} for each in self.under_way()]
+        calls = [{**each.described(), "has_asker": each.takes_part(asker)} for each in self.under_way()]
         calls += self._given_up
         endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
         return {
