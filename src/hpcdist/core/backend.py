@@ -92,6 +92,7 @@ class Backend(ABC):
         """Queue one collective for this communicator's worker thread, and what runs it."""
 
         def carry_out() -> None:
+            call.locate()
             run(call)
             if call.finish is not None:
                 call.finish()
