@@ -175,18 +175,24 @@ dist.group.WORLD.timeout = timedelta(seconds=2)
 if dist.get_rank() == 1:
     sys.exit(int(sys.argv[1]))
 try:
+    if "members" in sys.argv:
+        dist.new_group(use_local_synchronization=True)
     dist.all_gather_object([None] * dist.get_world_size(), 1)
 except dist.DistBackendError:  # under ULFM
     signal.pause()
 """
-ULFM = pytest.param(["--with-ft", "ulfm"], marks=pytest.mark.skipif(not HAS_ULFM, reason="there is no ULFM"))
+ULFM = pytest.mark.skipif(not HAS_ULFM, reason="there is no ULFM")
 
 
 @pytest.mark.parametrize("status", [3, 0])
-@pytest.mark.parametrize("options", [[], ULFM], ids=["plain", "ULFM"])
-def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, status):
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [([], "objects"), ([], "members"), pytest.param(["--with-ft", "ulfm"], "objects", marks=ULFM)],
+    ids=["plain", "members", "ULFM"],
+)
+def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, call, status):
     """Scripts that requeue a job read it; 0 would say that all is well."""
-    result = mpirun(3, ["-c", LEAVES, status], timeout=90, options=options)
+    result = mpirun(3, ["-c", LEAVES, status, call], timeout=90, options=options)
     assert "this rank has left the program" in result.stderr
     assert result.returncode == (status or 1), result.stderr
 

@@ -471,6 +471,38 @@ def test_a_list_of_which_one_tensor_has_no_memory(size):
     dist.all_reduce_coalesced([one(), freed(0)])  # has no elements
 
 
+FREED_LATER = {
+    "all_reduce": lambda make, n, how: dist.all_reduce(make(), **how),
+    "half": lambda make, n, how: dist.all_reduce(make(dtype=torch.bfloat16), **how),
+    "strided": lambda make, n, how: dist.all_reduce(make().view(-1, 2).t(), **how),
+    "all_gather": lambda make, n, how: dist.all_gather([make() for _ in range(n)], make(), **how),
+    "reduce_scatter": lambda make, n, how: dist.reduce_scatter(make(), [make() for _ in range(n)], **how),
+    "all_to_all": lambda make, n, how: dist.all_to_all(*([make() for _ in range(n)] for _ in range(2)), **how),
+    "coalesced": lambda make, n, how: dist.all_reduce_coalesced([make(), make()], **how),
+}
+
+
+@pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")
+@pytest.mark.parametrize("count", [24, 600_000])
+@pytest.mark.parametrize("call", FREED_LATER)
+def test_tensors_whose_storage_was_freed_before_an_asynchronous_call_was_carried_out(call, count, size):
+    """That crashed, or MPI wrote to memory that was another tensor's since."""
+    made = []
+
+    def make(dtype=torch.float32):
+        made.append(torch.ones(count, dtype=dtype))
+        return made[-1]
+
+    group = dist.new_group()  # on which no rank has made such calls before
+    with group.cpu.open_queue()._turn:  # nobody carries it out
+        work = FREED_LATER[call](make, size, {"group": group, "async_op": True})
+        for each in made:
+            each.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="storage was freed"):
+        work.wait()
+    dist.destroy_process_group(group)
+
+
 def test_lists_on_the_wrong_ranks(rank, size):
     root = size - 1
     if rank == root:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import warnings
 from datetime import timedelta
 
@@ -424,6 +425,33 @@ def test_one_group_that_cannot_be_freed_leaves_no_other_open(rank, monkeypatch):
     assert dist.group.WORLD is parent
     for group in (first, second):
         WORLD.remove(group)
+
+
+def test_no_other_thread_begins_a_call_while_its_group_ends(monkeypatch):
+    group = dist.new_group()
+    dist.barrier(group)
+    backend, threads, raised = group.any_backend(), [], []
+    close = backend.close
+
+    def call():
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except ValueError as error:
+            raised.append(str(error))
+
+    def call_and_close():
+        threads.append(threading.Thread(target=call))
+        threads[0].start()
+        threads[0].join()
+        close()
+
+    monkeypatch.setattr(backend, "close", call_and_close)
+    dist.destroy_process_group(group)
+    assert len(raised) == 1, raised
+    assert "is not a live group" in raised[0]
+    made = group.sequence
+    group.close()  # once more, as torch does
+    assert group.sequence == made
 
 
 MAKERS = {

@@ -183,6 +183,12 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert needs(message, 3)
     assert not needs(message, 3, may_arrive=True)
     assert needs({**message, "group": "of no messages"}, 3, may_arrive=True)
+    making = {**message, "name": "create_group", "peer": None}
+    assert needs(making, 3)
+    journal.message("create_group", None, None, None)
+    assert not needs(making, 3)
+    Journal("destroyed").collective("destroy_process_group")  # of the next default group: names come again
+    assert needs(call, 3)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")

@@ -330,8 +330,9 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Free a group's communicators; every rank of it calls this. An aborted group is only removed.
 
-    On this rank, receives that wait for a message raise, and the call waits for the calls of other threads, except
-    daemon threads. If one group cannot be freed the others still are; the first error is raised then.
+    On this rank, receives that wait for a message raise, calls that other threads begin raise, and those that other
+    threads but daemons are in are waited for. If one group cannot be freed the others are all the same; the first error
+    is raised then.
 
     Args:
         group: the group; None or the default group destroys all, and ``init_process_group`` may follow.

@@ -92,6 +92,7 @@ class Backend(ABC):
         """Queue one collective for this communicator's worker thread, and what runs it."""
 
         def carry_out() -> None:
+            call.locate()
             run(call)
             if call.finish is not None:
                 call.finish()
@@ -237,10 +238,14 @@ class Backend(ABC):
             queue.fail(DistBackendError(reason))
             queue.close()
 
-    def close(self) -> None:
-        """End the queue and free the communicator; every rank calls it, and a second call does nothing."""
+    def close_queue(self) -> None:
+        """Carry out what is queued, and end the queue's thread."""
         if self.queue is not None:
             try:
                 self.queue.close()
             finally:
                 self.queue = None
+
+    def close(self) -> None:
+        """End the queue and free the communicator; every rank calls it, and a second call does nothing."""
+        self.close_queue()

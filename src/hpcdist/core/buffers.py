@@ -66,14 +66,18 @@ class TensorList:
 
     def __init__(self, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype
-        self.addresses = [each.data_ptr() for each in tensors]
         self.sizes = [each.nbytes for each in tensors]
         self.nbytes = sum(self.sizes)
-        if 0 in self.sizes:  # an empty tensor has no address
+        self.locate()
+
+    def locate(self) -> None:
+        """Find where the tensors lie now; raise if one has no memory."""
+        self.addresses = [each.data_ptr() for each in self.tensors]
+        if 0 in self.sizes:  # memory that is not there has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
         if min(self.addresses, default=LOWEST_PLACE) < LOWEST_PLACE:
-            check_memory(*tensors)
+            check_memory(*self.tensors)
 
     def without_memory(self) -> TensorList:
         """Return a list with the sizes of these tensors, which keeps none of them."""
@@ -283,6 +287,7 @@ class LentCopies:
         copy, free = self._lend(tensor)
 
         def finish() -> None:
+            check_memory(tensor)
             tensor.copy_(copy)
             free.append(copy)
 
@@ -484,7 +489,8 @@ def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable
 
 
 def put(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape; elements that share memory (``expand``) are written once."""
+    """Copy values to a tensor of the same shape; elements that share their memory (``expand``) are written once."""
+    check_memory(target)  # its storage may have been freed since the call began
     if not target.is_contiguous():
         for dim, stride in enumerate(target.stride()):
             if stride == 0 and target.size(dim) > 1:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpcdist.core.buffers import TensorList
+from hpcdist.core.buffers import TensorList, check_memory
 from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import Work
 
@@ -41,6 +41,14 @@ class Call(NamedTuple):
 
     def shown(self) -> list[Any]:
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
+
+    def locate(self) -> None:
+        """Find where its tensors lie now; raise if the caller has freed the memory of one since they were checked."""
+        for each in (self.send, self.recv):
+            if each.__class__ is TensorList:
+                each.locate()
+            elif each is not None:
+                check_memory(each)
 
     def without_memory(self) -> Call:
         """Return the call without its tensors, to be kept and repeated ``on`` others."""

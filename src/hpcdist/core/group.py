@@ -26,7 +26,8 @@ from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work, check_timeout
 
 UNGROUPED = nullcontext()
-DAEMON_SECONDS = 0.05  # seconds that the end of a group waits for a call of a daemon thread
+BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
+DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
 
 
 def hashed_name(*parts: object) -> str:
@@ -55,7 +56,7 @@ class ParentsBackend:
     def abort(self, reason: str = "") -> None:
         """Leave the communicator as it is."""
 
-    close = abort
+    close = close_queue = abort
 
     def pending(self) -> list[Work]:
         """Return no calls: waits for the parent's calls raise here."""
@@ -165,6 +166,11 @@ class Group:
             return f"<hpcdist.ProcessGroup {self._name!r}, destroyed>"
         return f"<hpcdist.ProcessGroup {self._name!r}: rank {self.rank()} of {self.size()}, {self.config}>"
 
+    def in_use(self) -> dict[Backend, None]:
+        """Return its backends, each once; after its end those in which a call still blocks, if that is watched."""
+        left = self.left if self.is_watched else []
+        return dict.fromkeys(list(self.backends.values()) or left)
+
     def backend(self, device: torch.device | str) -> Backend:
         """Return the backend that carries tensors of a device; raise if there is none, or the group was destroyed."""
         kind = device if isinstance(device, str) else device.type
@@ -269,29 +275,40 @@ class Group:
     def close(self) -> None:
         """Free the communicators; every rank of the group calls it, and the watchdog watches until it is done.
 
-        Receives that wait for a message raise. Other calls of other threads are waited for; a daemon that is in one is
-        left in it if the library cannot end it, and the communicators with it.
+        Receives that wait for a message raise, and so do calls that other threads begin. Those under way are waited
+        for; a daemon that is in one is left in it if the library cannot end it, and the communicators with it.
         """
-        reason = f"group {self._name!r} was destroyed"
         backends = dict.fromkeys(self.backends.values())
+        if not backends:
+            return
         try:
             with self.journal.during("destroy_process_group"):
-                for backend in backends:
-                    backend.faults.end_receives(reason)
-                if self._await_other_threads():
-                    errors.end_all(
-                        backend.close for backend in reversed(backends)
-                    )  # the CPU's last: the others were made over it
-                else:
-                    self.abort(reason)
+                errors.end_all([*(each.close_queue for each in backends), partial(self._close, backends)])
         finally:
-            self._forget(reason)
+            self._note_left(backends)
 
-    def _await_other_threads(self) -> bool:
+    def _close(self, backends: dict[Backend, None]) -> None:
+        """Free the communicators once no other thread uses them; what is queued has ended."""
+        reason = f"group {self._name!r} was destroyed"
+        first = self.cpu
+        self._forget(reason)  # a call that began while the communicators are closed would miss the other ranks
+        self.left = sorted(backends, key=lambda backend: backend is not first)
+        self.is_watched = True
+        for backend in backends:
+            backend.faults.end_receives(reason)
+        if self._await_other_threads(backends):
+            errors.end_all(backend.close for backend in reversed(backends))  # the CPU's last: others met over it
+        else:
+            self.end_reason = reason
+            self.revoke(reason)
+            errors.end_all(partial(backend.abort, reason) for backend in backends)
+
+    def _await_other_threads(self, backends: dict[Backend, None]) -> bool:
         """Wait until no other thread is in a call on the group; False if a daemon stays in one."""
-        if all(backend.ends_waits for backend in self.backends.values()):
+        if all(backend.ends_waits for backend in backends):
             return True  # the library ends such a call by itself
         began = time.monotonic()
+        time.sleep(BEGUN_SECONDS)
         while others := [each for each in self.journal.blocked() if not each.is_own()]:
             waited = time.monotonic() - began
             if waited > DAEMON_SECONDS and not any(each.is_lasting() for each in others):
@@ -306,10 +323,14 @@ class Group:
             work._outlive(reason, self.timeout.total_seconds())
         if forgotten:
             RING.past += self.sequence
-            blocked = self.journal.blocked()
-            self.left = [backend for backend in forgotten if blocked and not backend.ends_waits]
-            self.is_watched = any(each.is_lasting() for each in blocked)
+            self._note_left(forgotten)
         self.backends, self.cpu, self.carriers = {}, None, {}
         self.known.clear()
         self.kept.clear()
         return forgotten
+
+    def _note_left(self, backends: dict[Backend, None]) -> None:
+        """Take note of the backends, of a group that has none any more, on which a call still blocks."""
+        blocked = self.journal.blocked()
+        self.left = [backend for backend in backends if blocked and not backend.ends_waits]
+        self.is_watched = any(each.is_lasting() for each in blocked)

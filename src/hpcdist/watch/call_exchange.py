@@ -18,7 +18,7 @@ from hpcdist.core.agreement import lists_differ
 from hpcdist.core.call_log import TELLS, CallLog, CallPosition
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
-from hpcdist.watch.calls_under_way import UnderWay
+from hpcdist.watch.calls_under_way import MAKING, UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
 
@@ -52,7 +52,7 @@ class CallExchange:
 
     def _live(self) -> Iterator[CallLog]:
         for group in WORLD.watched():
-            for backend in dict.fromkeys(group.backends.values()):
+            for backend in group.in_use():
                 if (log := backend.call_log()) is not None:
                     log.ranks = group.ranks
                     yield log
@@ -196,7 +196,7 @@ class Members:
         for mine in self._lasting:
             if (failure := self._difference(mine)) is not None:
                 for each in calls:
-                    if each.call.name == "create_group" and list(mine) in each.group.making:
+                    if each.call.name == MAKING and list(mine) in each.group.making:
                         self._end_call(each, failure)
 
     def _difference(self, mine: tuple[int, ...]) -> str | None:

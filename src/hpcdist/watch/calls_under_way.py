@@ -38,6 +38,7 @@ FOREIGN = (
     threading.__file__,
 )
 DESTROY = "destroy_process_group"
+MAKING = "create_group"  # by its members only
 LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
 
 CodeLine = tuple[CodeType, int]  # a function and a line of it
@@ -92,6 +93,11 @@ class UnderWay:
             queue = self.backend.queue
             works = [None if queue is None else queue.running, self.backend.outstanding()]
         return next((each for each in works if each is not None and each._call is self.record), None)
+
+    def takes_part(self, rank: int) -> bool:
+        """Tell whether a rank of the world takes part in it, or may."""
+        group = self.group
+        return any(rank in ranks for ranks in (group.making if self.call.name == MAKING else [group.ranks]))
 
     def described(self) -> dict[str, Any]:
         """Return it as answers to other ranks hold it."""
@@ -152,8 +158,7 @@ def blocking() -> Iterator[UnderWay]:
     """
     for group in WORLD.watched():
         blocked = group.journal.blocked()
-        left = group.left if group.is_watched else []
-        backends = dict.fromkeys(list(group.backends.values()) or left)
+        backends = group.in_use()
         for backend in backends:
             running = backend.queue.running if backend.queue is not None else None
             if running is not None and running._call is not None and not running._done:

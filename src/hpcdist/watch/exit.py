@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
+from hpcdist.core.group import BEGUN_SECONDS
 from hpcdist.core.journal import RING, Blocked, CallRecord
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
-from hpcdist.watch.calls_under_way import DESTROY, LOOKING
+from hpcdist.watch.calls_under_way import DESTROY, LOOKING, MAKING
 from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
 LONGEST_LOOK = 30.0  # with the pause before it
 LACKING_PAUSE = 1.0  # the longest if a process has ended
-BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
 # how long what this rank has sent may take to arrive: MPI takes a send for done once the kernel has up to 10 MB of it
@@ -328,6 +328,8 @@ def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     ``may_arrive`` says whether messages that this rank has sent may still be under way.
     """
     group = WORLD.groups.get(call["group"])
+    if call["name"] == MAKING:  # if this rank has made any such group it may be through with that one
+        return not any(each.name == MAKING for each in made_on(call["group"]))
     if call["message"]:
         may_come = may_arrive and "recv" in call["name"]
         return call["peer"] == me and not (may_come and any("send" in each.name for each in made_on(call["group"])))
@@ -336,10 +338,10 @@ def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     if group is not None:
         return bool(call["number"] > group.journal.sequence)
     # this rank has destroyed it, which was its last call there; its part of those before is done
-    last = max((each.number for each in made_on(call["group"]) if not each.is_message), default=0)
+    last = next((each.number for each in reversed(made_on(call["group"])) if not each.is_message), 0)
     return call["name"] != DESTROY and bool(call["number"] >= last)
 
 
 def made_on(group: str) -> list[CallRecord]:
-    """Return the calls of this rank on a group, as far as they are kept."""
+    """Return the calls of this rank on a group, as far as they are kept, those on earlier ones of its name first."""
     return [CallRecord(*each) for each in list(RING.calls) if each[0].group == group]

@@ -216,7 +216,7 @@ class Watchdog:
     def _end_failed(self) -> None:
         """End what is under way on communicators that the library itself reports as broken (NCCL)."""
         for group in list(WORLD.groups.values()):
-            for backend in list(group.backends.values()):
+            for backend in group.in_use():
                 if (failure := backend.faults.check_async()) is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
                     backend.faults.interrupt(str(failure))
@@ -257,7 +257,7 @@ class Watchdog:
             self._is_dump_due = True  # after the answer: a slow disk must not make this rank look silent
         if message.get("about"):
             self.reports.note_asker(Collective(*message["about"]), asker, group.size() if group else 0)
-        calls = [{**each.described(), "has_asker": asker in each.group.ranks} for each in self.under_way()]
+        calls = [{**each.described(), "has_asker": each.takes_part(asker)} for each in self.under_way()]
         calls += self._given_up
         endpoints, first = self.channel.endpoints or {self.rank: self.channel.own}, message.get("first")
         return {
