@@ -287,12 +287,19 @@ MUTANTS = [
     ),
     *Lines(f"{TCP}/session.py", "stores/test_tcp_store.py:fork").broken(
         (
-            "        session.lock = threading.Lock()\n        session.queue = deque()\n        session.close()\n",
+            "        session.lock, session.guard = threading.Lock(), threading.Lock()\n"
+            "        session.queue = deque()\n        session.close()\n",
             "        pass\n",
         )
     ),
     *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:limits_of").broken(
         ("each.limit != limit or size", "size")
+    ),
+    *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:free_connection").broken(
+        (
+            "            if request.has_connection:\n                self._hand_on()\n            raise\n",
+            "            raise\n",
+        )
     ),
     *Lines(f"{TCP}/session.py", "stores/test_shared_client.py:refuses").broken(
         ("isinstance(error, ServerClosedError)", "False")

@@ -187,28 +187,59 @@ def test_a_thread_that_has_waited_long_does_not_shorten_the_time_of_others(store
     seconds, session = 4.0, store._session
     store.set_timeout(timedelta(seconds=seconds))
     with stopped(store):
-        with session.lock:
-            late = pool.submit(store.add, "n", 1)
-            time.sleep(seconds / 2)  # half of its time, with the connection in use
-            early = pool.submit(store.add, "n", 1)
-            while len(session.queue) < 2:
-                time.sleep(0.001)
-        session._wake_next()
+        session.lock.acquire()
+        late = pool.submit(store.add, "n", 1)
+        time.sleep(seconds / 2)  # half of its time, with the connection in use
+        early = pool.submit(store.add, "n", 1)
+        while len(session.queue) < 2:
+            time.sleep(0.001)
+        session._hand_on()
         with pytest.raises(dist.DistNetworkError, match=r"no answer .*add to /n"):
             late.result(LONG_S)
     assert early.result(LONG_S) in (1, 2)  # 2 if the server has done the late one all the same
 
 
-def test_no_request_is_left_in_the_queue_of_a_free_connection(store):
+def test_the_connection_goes_to_the_thread_that_has_waited_longest(store, pool):
+    session, order, futures = store._session, [], []
+    session.lock.acquire()
+    for i in range(3):  # each with a limit of its own, so that none is sent with another
+        futures.append(pool.submit(session.call, "test", (), i + 1.0, b"", lambda _, i=i: order.append(i)))
+        while len(session.queue) <= i:
+            time.sleep(0.001)
+    session._hand_on()
+    for future in futures:
+        future.result(LONG_S)
+    assert not session.lock.locked()
+    assert order == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_no_request_is_left_in_the_queue_of_a_free_connection(store, is_interrupted):
     session = store._session
-    assert session._wait(_Request(b"", Connection.read_value, None), LONG_S), "released just before it was queued"
-    late, other = (_Request(b"", Connection.read_value, None) for _ in range(2))
-    session.queue.append(other)
-    with session.lock:
-        # it is taken off the queue to send just when its time is over: another one must be woken
-        late.turn = SimpleNamespace(acquire=lambda timeout: session.queue.remove(late))
+    first, late, other = (_Request(b"", Connection.read_value, None) for _ in range(3))
+    assert session._wait(first, LONG_S), "released just before it was queued"
+    assert first.has_connection
+
+    def hand_on(timeout):
+        """Give the connection to a thread just when its time is over, or when it is interrupted."""
+        session.queue.append(other)
+        session._hand_on()
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return False
+
+    late.turn = SimpleNamespace(acquire=hand_on, release=lambda: None)
+    if is_interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            session._wait(late, 0.0)
+    else:
         assert not session._wait(late, 0.0)
+        assert late.has_connection, "so it sends its request, or the connection would be in use for ever"
+        session._hand_on()
     assert other.turn.acquire(blocking=False)
+    assert other.has_connection
+    session._hand_on()
+    assert not session.lock.locked()
 
 
 @pytest.mark.usefixtures("interruptible")

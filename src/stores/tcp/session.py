@@ -5,11 +5,11 @@ another one, so that a waiting thread does not block the others; the short reque
 been answered, so everything that this process wrote is in place by then. A connection that fell out of step
 is closed, and the next request opens a new one.
 
-Threads that find the connection in use put their requests in a queue. The next thread that has it sends what
-is queued with its own request, reads all answers, and hands each thread its own: one round trip and one
-change of threads for several requests. Only requests with the same limit go together, so that none fails
-before its time, and only to our server, of which it is known that it has done nothing of what follows a
-request at which it closes the connection: that is sent again.
+Threads that find the connection in use put their requests in a queue. The thread that has it hands it to the first
+of them, and does not take it again before that. The next one sends what is queued with its own request, reads all
+answers, and hands each thread its own: one round trip and one change of threads for several requests. Only requests
+with the same limit go together, so that none fails before its time, and only to our server, of which it is known that
+it has done nothing of what follows a request at which it closes the connection: that is sent again.
 
 A session knows no timeout of its own: each call brings its limit.
 """
@@ -64,7 +64,7 @@ def _until(deadline: float | None, least: float) -> float | None:
 class _Request:
     """Holds the request of a thread that waits for the connection, and what became of it."""
 
-    __slots__ = ("answer", "error", "frame", "is_done", "is_sent", "limit", "read", "turn")
+    __slots__ = ("answer", "error", "frame", "has_connection", "is_done", "is_sent", "limit", "read", "turn")
 
     def __init__(self, frame: bytes, read: Callable[[Connection], Any], limit: float | None) -> None:
         self.frame = frame
@@ -72,6 +72,7 @@ class _Request:
         self.limit = limit
         self.turn = threading.Lock()  # released once, by whoever takes the request off the queue
         self.turn.acquire()
+        self.has_connection = False  # the thread is to send it itself
         self.is_sent = False
         self.is_done = False
         self.answer: Any = None
@@ -105,7 +106,8 @@ class Session:
         self.secret = secret
         self.where = f"{host}:{port}"
         self.lock = threading.Lock()  # held by the thread that has the connection
-        self.queue: deque[_Request] = deque()  # requests of threads that wait for the lock's holder
+        self.queue: deque[_Request] = deque()  # requests of threads that wait for the lock's holder; empty if none
+        self.guard = threading.Lock()  # held, never for long, to use the queue and to release the lock
         self.idle: list[Connection] = []  # connections for waiting
         self.connection: Connection | None = connect(host, port, secret, seconds, is_worth_it)
         self.is_ours = self.connection.is_ours
@@ -141,10 +143,12 @@ class Session:
             if request.is_done:
                 return request.answer
             waited = time.monotonic() - start
-            if not is_woken:
+            if not is_woken and not request.has_connection:
                 note = "" if request.is_sent else " (another thread is waiting for its own answer)"
                 raise NoAnswerError(f"{verb} {name_keys(keys)}{note}", self.where, waited)
             left = None if limit is None else max(limit - waited, 0.0)
+            if request.has_connection:
+                break
         if left is not limit and limit is not None and left is not None and left < limit * (1 - LATE_SHARE):
             limit = max(left, FIRST_ANSWER_S)  # a limit that no other has
         connection = self.connection
@@ -171,29 +175,40 @@ class Session:
             self._explain(error, verb, keys, start)
             raise
         finally:
-            self.lock.release()
-            if self.queue:
-                self._wake_next()
+            self._hand_on()
 
     def _wait(self, request: _Request, seconds: float | None) -> bool:
         """Wait until the thread that has the connection wakes this one; return False at the end of its time."""
-        is_woken = False
-        self.queue.append(request)
+        with self.guard:
+            if self.lock.acquire(blocking=False):  # it was released meanwhile
+                request.has_connection = True
+                return True
+            self.queue.append(request)
         try:
-            if not self.lock.locked():  # it was released before the request was in the queue
-                self._wake_next()
-            is_woken = request.turn.acquire(timeout=-1 if seconds is None else seconds)
-            return is_woken
-        finally:
-            if not is_woken:  # also on an interrupt
-                try:
-                    self.queue.remove(request)
-                except ValueError:  # it has been sent; or it is woken just now, to send: another one does
-                    self._wake_next()
+            if request.turn.acquire(timeout=-1 if seconds is None else seconds):
+                return True
+            self._withdraw(request)
+            return False
+        except BaseException:  # an interrupt
+            self._withdraw(request)
+            if request.has_connection:
+                self._hand_on()
+            raise
 
-    def _wake_next(self) -> None:
-        with contextlib.suppress(IndexError):
-            self.queue.popleft().turn.release()
+    def _withdraw(self, request: _Request) -> None:
+        """Take a request off the queue, unless it has been sent or its thread has the connection now."""
+        with self.guard, contextlib.suppress(ValueError):
+            self.queue.remove(request)
+
+    def _hand_on(self) -> None:
+        """Hand the connection to the thread that has waited longest, or release it."""
+        with self.guard:
+            if self.queue:
+                request = self.queue.popleft()
+                request.has_connection = True
+                request.turn.release()
+            else:
+                self.lock.release()
 
     def _take_others(self, limit: float | None, size: int) -> list[_Request]:
         """Take waiting requests with this limit off the queue, as many as may be sent with one of this size."""
@@ -201,14 +216,14 @@ class Session:
         # an interrupt, which reaches only the main thread, is not to cost the others their answers
         if threading.current_thread() is threading.main_thread():
             return others
-        for each in tuple(self.queue):
-            size += len(each.frame)
-            if each.limit != limit or size > SENT_TOGETHER:
-                break
-            with contextlib.suppress(ValueError):  # its time is over
-                self.queue.remove(each)
+        with self.guard:
+            while self.queue:
+                each = self.queue[0]
+                size += len(each.frame)
+                if each.limit != limit or size > SENT_TOGETHER:
+                    break
                 each.is_sent = True
-                others.append(each)
+                others.append(self.queue.popleft())
         return others
 
     def _answer(self, requests: list[_Request], connection: Connection) -> None:
@@ -297,7 +312,7 @@ def _cancel(connection: Connection, limit: float) -> bool | None:
 def _forget_parents() -> None:
     # two processes on one connection would read each other's answers: a forked child opens its own
     for session in list(_sessions):
-        session.lock = threading.Lock()
+        session.lock, session.guard = threading.Lock(), threading.Lock()
         session.queue = deque()
         session.close()
 

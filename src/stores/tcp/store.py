@@ -20,7 +20,7 @@ from hpcdist_stores.integers import I64, U32, U64
 from hpcdist_stores.tcp.connection import CHUNK, Connection
 from hpcdist_stores.tcp.server.process import ServerProcess, listen, take_over
 from hpcdist_stores.tcp.session import Session, answer_limit, cancel_limit, first_answer_limit
-from hpcdist_stores.tcp.wire import MAX_KEY, OPCODES, PRESENT, Request, pack_keys, pack_strings, string_parts
+from hpcdist_stores.tcp.wire import MAX_KEY, MAX_VALUE, OPCODES, PRESENT, Request, pack_keys, pack_strings, string_parts
 
 _pack = U64.pack
 _i64 = I64.unpack_from
@@ -285,9 +285,10 @@ class TCPStore(Store):
         if not names:
             return
         session, limit = self._session, self._limit
-        session.check_sizes(names, given)
-        mean = sum(map(len, given)) // len(given)
-        step = max(min(_PAIRS, _FRAME_BYTES // (mean + 1)), 1)
+        size = sum(map(len, given))
+        if size > MAX_VALUE or max(map(len, names)) > MAX_KEY:  # one of them may be too long
+            session.check_sizes(names, given)
+        step = max(min(_PAIRS, _FRAME_BYTES // (size // len(given) + 1)), 1)
         for at in range(0, len(names), step):
             some = names[at : at + step]
             frame = (_R[Request.MULTI_SET], _pack(len(some)), *string_parts(some, given[at : at + step]))

@@ -195,8 +195,9 @@ def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int
     store, waits = space.data, space.waits
     for left in range(peer.pairs, 0, -1):
         try:  # not by ``cut_strings``: a list of all strings, divided into keys and values, takes a quarter more
+            (size,) = _u64(data, pos)
             start = pos + 8
-            stop = start + _u64(data, pos)[0]
+            stop = start + size
             begin = stop + 8
             after = begin + _u64(data, stop)[0]
         except (StructError, OverflowError):  # not there yet, or never: a length may be a lie
@@ -207,11 +208,11 @@ def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int
                 _expect(peer, data, peer.need, MAX_VALUE)
             peer.pairs = left
             return pos
-        key = data[start:stop]
-        if len(key) > MAX_KEY:
+        if size > MAX_KEY:
             raise Refused("a key above the limit")
+        key = data[start:stop]
         store[key] = data[begin:after]
-        if key in waits:
+        if waits and key in waits:
             space.tick_off(key)
         pos = after
     peer.pairs = 0
