@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -313,26 +314,26 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(two_ranks, rank, device):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "cuda:torch"])
 def test_a_thread_that_has_chosen_no_device_starts_no_context(backend, rank, size, device):
     group = dist.new_group(backend=backend)
-    tensors = [torch.ones(3, device=device), torch.ones((3, 2), device=device)[:, 0]]
-    begun = dist.all_reduce(tensors[0], group=group, async_op=True)
-    ended = []
-
-    def use():
-        begun.get_future()
-        begun.wait()
-        dist.all_reduce(tensors[1], group=group, async_op=True).wait()
-        ended.append(True)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert ended
-    assert [each.tolist() for each in tensors] == [[size] * 3] * 2
-    assert active_contexts() == [device.index]
-    dist.destroy_process_group(group)
+    tensors = [torch.ones(3, device=device) for _ in range(3)] + [torch.ones((3, 2), device=device)[:, 0]]
+    begun, subgroups = dist.all_reduce(tensors[0], group=group, async_op=True), []
+    torch.cuda.synchronize()
+    for use in (
+        begun.get_future,
+        begun.wait,
+        lambda: dist.all_reduce(tensors[1], group=group),
+        lambda: dist.all_reduce(tensors[2], group=group, async_op=True).wait(),
+        lambda: dist.all_reduce(tensors[3], group=group, async_op=True).wait(),
+        lambda: subgroups.append(dist.split_group(group, [list(range(size))])),
+        lambda: dist.destroy_process_group(subgroups.pop()),
+        lambda: dist.destroy_process_group(group),
+    ):
+        with ThreadPoolExecutor(1) as pool:  # a thread of its own: torch leaves one where it has been put once
+            pool.submit(use).result()
+        assert active_contexts() == [device.index]
+    assert [each.tolist() for each in tensors] == [[size] * 3] * 4
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])

@@ -165,8 +165,13 @@ def test_errors_of_nccl_are_c10ds(backend, link, device, rank, size, monkeypatch
 def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_failed(
     is_grouped, group, backend, link, call, gate, monkeypatch
 ):
-    record_end = link.streams.record_end
-    monkeypatch.setattr(link.streams, "record_end", lambda: backend.faults.interrupt(LATE) and record_end())
+    streams = link.streams
+    behind = streams.event_behind
+    monkeypatch.setattr(
+        streams,
+        "event_behind",
+        lambda of: behind(of) if of is not streams.side or backend.faults.interrupt(LATE) else 0,
+    )
     gate.close()
     with group.grouped() if is_grouped else nullcontext():
         work = call()
@@ -178,6 +183,17 @@ def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_fail
         work.get_future().value()
     assert caught.type is RuntimeError  # ``set_exception`` would leave the DistBackendError, on which DDP crashes
     gate.open()
+
+
+def test_a_call_that_blocks_in_nccl_until_the_watchdog_ends_the_communicator_raises_the_reason(backend):
+    """As the first one with a rank does, which connects the two."""
+
+    def blocks(stream):
+        assert backend.faults.interrupt(LATE)
+        raise load().bindings.NCCLError(3)
+
+    with pytest.raises(dist.DistBackendError, match=LATE):
+        backend.communicators.launch("all_reduce", blocks, 0)
 
 
 def test_a_call_does_not_reach_a_communicator_that_ended_just_before(backend, link, call, monkeypatch):

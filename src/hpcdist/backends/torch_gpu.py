@@ -7,7 +7,7 @@ the side streams of ``nccl.streams``; torch's watchdog, flight recorder and opti
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -155,8 +155,7 @@ class TorchBackend(C10dBackend, Faults):
         key = (device.index, peer)
         streams = self._streams.get(key)
         if streams is None:
-            # torch's own calls need nothing to query events beside a capture
-            streams = self._streams[key] = Streams(device, self.interrupt, nullcontext, GPUS)
+            streams = self._streams[key] = Streams(device, self.interrupt, GPUS)
         return streams
 
     def _begin(self, call: Held) -> Work:

@@ -86,6 +86,16 @@ bool is_used_after_end(Communicator* comm, const char* call) {
   return true;
 }
 
+// The library works on its communicator's device and sets the thread's own one again, which starts a context there.
+struct OnDevice {
+  int before = current_device();
+  explicit OnDevice(const Communicator* comm) { set(comm->device); }
+  ~OnDevice() { set(before); }
+  static void set(int device) {
+    if (device != current_device()) set_device(device);
+  }
+};
+
 // -- one call --------------------------------------------------------------------------------------
 std::string described(const Announcement& call) {
   char text[128];
@@ -270,10 +280,8 @@ Result take(CallKind kind, bool sends, const void* send, void* recv, size_t coun
     return fail(INVALID_ARGUMENT, name + ": recvbuff is not device memory, or too short");
   Call call{kind, sends, (char*)bytes_at(send), (char*)bytes_at(recv), count, type, op, root, comm, nullptr, {}};
   call.touched = {{send, bytes * send_shares}, {recv, bytes * recv_shares}};
-  int before = current_device();
-  if (before != comm->device) set_device(comm->device);
+  OnDevice guard(comm);
   call.stream = stream_of(stream);
-  if (before != comm->device) set_device(before);
   if (!call.stream) return fail(INVALID_ARGUMENT, name + ": no such stream");
   if (device_of(call.stream) != comm->device)
     return fail(INVALID_ARGUMENT, name + ": the stream is of another device than the communicator");
@@ -380,6 +388,7 @@ extern "C" EXPORTED const char* ncclGetErrorString(int code) {
 API ncclCommSplit(Communicator* comm, int color, int key, Communicator** out, void*) {
   *out = nullptr;
   if (is_used_after_end(comm, "ncclCommSplit")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (comm->shared.aborted) return fail(INVALID_USAGE, "split of an aborted communicator");
   segment::Slot& mine = comm->shared.slot(comm->rank);
   mine.color = color;
@@ -398,6 +407,7 @@ API ncclCommSplit(Communicator* comm, int color, int key, Communicator** out, vo
 API ncclCommShrink(Communicator* comm, int* excluded, int count, Communicator** out, void*, int flags) {
   *out = nullptr;
   if (is_used_after_end(comm, "ncclCommShrink")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (flags & 1) comm->shared.aborted = true;  // NCCL_SHRINK_ABORT
   std::string name = comm->name + "shrink" + std::to_string(comm->children++);
   int rank = comm->rank;
@@ -410,12 +420,14 @@ API ncclCommShrink(Communicator* comm, int* excluded, int count, Communicator** 
 }
 API ncclCommFinalize(Communicator* comm) {
   if (is_used_after_end(comm, "ncclCommFinalize")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (comm->shared.aborted) return fail(INVALID_USAGE, "finalize of an aborted communicator");
   await_calls(comm);
   return SUCCESS;
 }
 API ncclCommDestroy(Communicator* comm) {
   if (!comm || is_used_after_end(comm, "ncclCommDestroy")) return SUCCESS;
+  OnDevice guard(comm);
   comm->has_ended = true;  // the object itself stays, because a graph may name it
   if (comm->shared.aborted) return SUCCESS;
   await_calls(comm);
@@ -432,6 +444,7 @@ API ncclCommDestroy(Communicator* comm) {
 API ncclCommAbort(Communicator* comm) {
   if (!comm) return SUCCESS;
   if (is_used_after_end(comm, "ncclCommAbort")) return INVALID_USAGE;
+  OnDevice guard(comm);
   comm->has_ended = true;
   comm->shared.aborted = true;
   comm->shared.header->left++;

@@ -131,9 +131,10 @@ class NCCLBackend(Backend):
     def _run(self, link: Link, name: str, queue: Queue) -> None:
         """Queue a call on the current stream."""
         if queue is not nothing:
-            current = link.streams.current()
-            self.communicators.launch(name, queue, current.cuda_stream)
-            link.streams.mark(current)
+            with link.streams.on_device():
+                current = link.streams.current()
+                self.communicators.launch(name, queue, current.cuda_stream)
+                link.streams.mark(current)
 
     def start(self, call: Call) -> Work:
         """Queue one collective on the side stream, behind what the current stream holds."""

@@ -85,11 +85,11 @@ class Communicators(Faults):
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
-        streams = Streams(device, self.interrupt, self._library.beside_captures, torch.cuda, is_high)
+        streams = Streams(device, self.interrupt, torch.cuda, is_high)
         link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met
-                comm.abort()
+                end_apart(streams, comm.abort, ABORT_SECONDS)
                 raise self.ended
             if peer is None:
                 self.group = link
@@ -99,8 +99,9 @@ class Communicators(Faults):
 
     def split(self, color: int | None, key: int, config: tuple[Any, ...] = ()) -> Any:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
-        self._live_group().streams.settle("split")  # NCCL wants none of the parent's calls outstanding
-        with self.use, self.failing("split"):
+        streams = self._live_group().streams
+        streams.settle("split")  # NCCL wants none of the parent's calls outstanding
+        with self.use, self.failing("split"), streams.on_device():
             return self._live_group().comm.split(color, key, *config)
 
     def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
@@ -114,7 +115,7 @@ class Communicators(Faults):
             )
         else:
             streams.settle("shrink")
-        with self._using(STUCK_SECONDS if aborts else -1), self.failing("shrink"):
+        with self._using(STUCK_SECONDS if aborts else -1), self.failing("shrink"), streams.on_device():
             flag = flags.ABORT if aborts else flags.DEFAULT
             return self._live_group().comm.shrink(list(excluded), flag=flag)
 
@@ -159,12 +160,12 @@ class Communicators(Faults):
             yield
         except self._library.failures as error:
             with self.use:
-                if self.ended is not None:  # it failed because it was interrupted
-                    raise self.ended from error
                 raise self.failure(name, error) from error
 
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
+        if self.ended is not None:  # it failed because it was interrupted
+            return self.ended
         detail, group = "", self.group  # read once: another thread may forget it
         if group is not None and not self._is_ending:
             detail = group.comm.get_last_error()
@@ -282,8 +283,9 @@ class Communicators(Faults):
 
 def destroy(link: Link) -> None:
     """Free a communicator."""
-    link.comm.finalize()
-    link.comm.destroy()
+    with link.streams.on_device():
+        link.comm.finalize()
+        link.comm.destroy()
 
 
 def check_shrink(excluded: Sequence[int], rank: int, version: Sequence[int]) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +33,6 @@ class Library(NamedTuple):
     bindings: Any  # ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts
     failures: tuple[type[Exception], ...]  # that both raise
     version: tuple[int, ...]  # the release of libnccl
-    driver: Any  # ``cuda.bindings.driver``, which comes with nccl4py
-
-    @contextmanager
-    def beside_captures(self) -> Iterator[None]:
-        """Let this thread query events inside although a graph is being captured, which a query would invalidate."""
-        swap = self.driver.cuThreadExchangeStreamCaptureMode
-        _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
-            yield
-        finally:
-            if before is not None:
-                swap(before)
 
 
 UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
@@ -93,8 +79,7 @@ def load() -> Library:
             f"backend 'nccl' needs NCCL {'.'.join(map(str, OLDEST))} or later, and the libnccl.so.2 that was loaded is "
             f"{'.'.join(map(str, version))}. Try: {install_command()}"
         )
-    driver = importlib.import_module("cuda.bindings.driver")
-    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), version, driver)
+    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), version)
 
 
 def check_gpu() -> None:
