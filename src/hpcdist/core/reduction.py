@@ -88,7 +88,7 @@ def is_done_by_parts(op: Any) -> bool:
     of elements, so many complex numbers and twice as many real ones are two different calls. A PREMUL_SUM is a sum of
     what each rank has multiplied by a factor of its own, real or complex.
     """
-    return bool(op in (SUM, AVG, PREMUL_SUM))
+    return any(op == known for known in (SUM, AVG, PREMUL_SUM))  # ``in`` asks the other way round, and is False
 
 
 def combining(dtype: torch.dtype, name: str) -> str:
