@@ -288,7 +288,7 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name, backend
         return thread.is_alive()
 
     monkeypatch.setattr(link.comm, name, make)
-    assert backend.communicators.split(0, 0) if name == "split" else backend.communicators.shrink([1], False)
+    assert backend.communicators.split(0, 0, None) if name == "split" else backend.communicators.shrink([1], False)
     thread.join(10)
     assert LATE in str(backend.communicators.ended)
 
@@ -298,7 +298,7 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name, backend
 
 @pytest.mark.parametrize("name", ["split", "shrink", "destroy"])
 def test_what_waits_for_the_device_is_an_error_inside_a_capture(name, backend, size, device):
-    ends = {"split": lambda: backend.split([[0]], ["a"], timedelta(5)), "shrink": lambda: backend.shrink([size], "b")}
+    ends = {"split": lambda: backend.split([[0]], ["a"], timedelta(5)), "shrink": lambda: backend.shrink([size], "b", False)}
     tensor = torch.ones(1, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         tensor += 1
@@ -325,18 +325,22 @@ def test_an_end_that_has_begun_is_left_alone(backend, link, monkeypatch):
     assert seen == [(None, False)]
 
 
-def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing(backend, link, call, monkeypatch):
-    asked, destroy = [], link.comm.destroy
+def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing(
+    backend, link, call, alone, rank, device, monkeypatch
+):
+    backend.communicators.adopt(alone, device, rank)  # the first to be ended
+    asked, destroy = [], alone.destroy
 
     def fail():
         destroy()
         raise load().bindings.NCCLError(2)
 
-    monkeypatch.setattr(link.comm, "destroy", fail)
+    monkeypatch.setattr(alone, "destroy", fail)
     monkeypatch.setattr(link.comm, "get_last_error", lambda: asked.append(1))
     with pytest.raises(dist.DistBackendError, match=r"destroy on rank \d of \d failed in NCCL"):
         backend.close()
     assert asked == []
+    assert not link.comm.is_valid  # the other one was freed too
     with pytest.raises(dist.DistBackendError, match="its group is destroyed"):
         call()
 

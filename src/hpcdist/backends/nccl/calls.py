@@ -105,6 +105,21 @@ def scatter(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, 
     all_to_all(on, send if is_root else recv, recv, datatype, op, root, shares, stream)
 
 
+def premultiplied(function: Function, factor: float) -> Function:
+    """Return a reduction of what this rank's values are times a factor, of which NCCL makes an op for the call."""
+
+    def call(on: Where, send: Any, recv: Any, datatype: int, _: Any, root: Any, counts: Any, stream: int) -> None:
+        bindings, held = on.library.bindings, torch.tensor([factor], dtype=send.dtype, device="cpu")
+        on_host = bindings.ScalarResidence.HostImmediate
+        op = bindings.red_op_create_pre_mul_sum(held.data_ptr(), datatype, on_host, on.handle)
+        try:
+            function(on, send, recv, datatype, op, root, counts, stream)
+        finally:
+            bindings.red_op_destroy(op, on.handle)  # NCCL has taken a copy
+
+    return call
+
+
 def message(on: Where, name: str, tensor: torch.Tensor, datatype: int, peer: int, stream: int) -> None:
     """Send or receive a tensor."""
     getattr(on.library.bindings, name)(tensor.data_ptr(), tensor.numel(), datatype, peer, on.handle, stream)
