@@ -32,7 +32,7 @@ LINES = [
     ),
     (
         STREAMS,
-        "        if self.cuda.is_current_stream_capturing():\n            self.is_in_graph = True\n",
+        "        if self.is_capturing():\n            self.is_in_graph = True\n",
         "        if False:\n            self.is_in_graph = True\n",
     ),
     (STREAMS, "        self._last.record(current)\n", ""),

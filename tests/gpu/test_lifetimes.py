@@ -147,19 +147,21 @@ def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(gate, rank, size, dev
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, gate, rank, size, device):
-    dist.group.WORLD.backend("cuda").outstanding()
+@pytest.mark.parametrize("backend", ["nccl", "cuda:torch"])
+def test_large_tensors_of_dropped_works_do_not_pile_up(backend, is_waited_for, connect, gate, device):
+    group = connect(backend=backend)
+    group.backend("cuda").outstanding()
     before, nbytes = torch.cuda.memory_allocated(), 1 << 22
     for _ in range(4):
         gate.close()
-        work = dist.all_reduce(torch.ones(nbytes // 4, device=device), async_op=True)
+        work = dist.all_reduce(torch.ones(nbytes // 4, device=device), group=group, async_op=True)
         if is_waited_for:
             work.wait()  # all that uses the memory from now on is behind the call
             del work
-            assert torch.cuda.memory_allocated() == before
+            assert torch.cuda.memory_allocated() <= before
         else:
             del work
-            assert torch.cuda.memory_allocated() == before + nbytes
+            assert torch.cuda.memory_allocated() <= before + nbytes
         gate.open()
         torch.cuda.synchronize()
 

@@ -298,7 +298,10 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name, backend
 
 @pytest.mark.parametrize("name", ["split", "shrink", "destroy"])
 def test_what_waits_for_the_device_is_an_error_inside_a_capture(name, backend, size, device):
-    ends = {"split": lambda: backend.split([[0]], ["a"], timedelta(5)), "shrink": lambda: backend.shrink([size], "b", False)}
+    ends = {
+        "split": lambda: backend.split([[0]], ["a"], timedelta(5)),
+        "shrink": lambda: backend.shrink([size], "b", False),
+    }
     tensor = torch.ones(1, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         tensor += 1

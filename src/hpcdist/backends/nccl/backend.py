@@ -214,7 +214,7 @@ class NCCLBackend(Backend):
                     each.queue(stream)
 
         name, queue = ("group of calls", queue_all) if is_group else (calls[0].name, calls[0].queue)
-        self.communicators.launch(name, queue, streams.side_handle)
+        self.communicators.launch(name, queue, streams.side.cuda_stream)
 
     def _queued(self, link: Link, call: Call) -> Queue:
         """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""

@@ -85,7 +85,9 @@ class Streams:
         self.cuda = cuda
         self.interrupt = interrupt
         self.side = cuda.Stream(device, priority=-1) if is_high_priority else cuda.Stream(device)
-        self.side_handle: int = self.side.cuda_stream
+        self.is_capturing: Callable[[], bool] = getattr(
+            cuda, "is_current_stream_capturing", bool
+        )  # not in each torch.xpu
         # why the communicator was aborted: its calls have ended, but failed
         self.failure: DistBackendError | None = None
         self.blocks_in_wait = blocks_in_wait()
@@ -150,7 +152,7 @@ class Streams:
 
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
-        if self.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             call.is_captured = self.is_in_graph = True
             return
         self.under_way.append(call)
@@ -192,7 +194,7 @@ class Streams:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
         with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
             with self.cuda.stream(call.begun_on):
-                is_capturing = self.cuda.is_current_stream_capturing()
+                is_capturing = self.is_capturing()
             if not is_capturing:
                 call.end.wait(call.begun_on)
                 return
@@ -204,7 +206,7 @@ class Streams:
 
         The thread is on the device.
         """
-        if self.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             self.is_in_graph = True
             return
         self._last.record(current)
@@ -216,7 +218,7 @@ class Streams:
         DistBackendError while the current stream is captured into a graph; RuntimeError if the device has failed.
         """
         with self.on_device():
-            if self.cuda.is_current_stream_capturing():
+            if self.is_capturing():
                 raise DistBackendError(
                     f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it "
                     "before or after the capture"
