@@ -16,8 +16,7 @@ from hpcdist.core.errors import DistBackendError
 
 EXTRAS = {"12": "hpcdist[nccl-cu12]", "13": "hpcdist[nccl-cu13]"}  # by the major version of CUDA
 
-# calls that NCCL got later than the others; in older releases sends and receives stand in for them
-SINCE = {"gather": (2, 28), "scatter": (2, 28)}
+GATHERS_SINCE = (2, 28)  # ncclGather and ncclScatter; before, sends and receives stand in for them
 OLDEST = (2, 27)  # torch 2.8's own, the first with ncclCommShrink; nccl4py makes communicators as 2.23 and later do
 BLOCKING = "NCCL_COMM_BLOCKING"
 
