@@ -45,9 +45,10 @@ def test_reductions(group, dtype, name, rank, size, device):
             parts = [(part.to(widened(dtype)) * 0.5).to(dtype) for part in parts]
         return mathematics(parts, name)
 
-    tensor = values(rank, 5, dtype).to(device)
-    dist.all_reduce(tensor, op, group)
-    assert are_close(tensor, expected(5))
+    for each in [op] if name in OPS else [op, c10d._make_nccl_premul_sum(torch.tensor(0.5, device=device))]:
+        tensor = values(rank, 5, dtype).to(device)
+        dist.all_reduce(tensor, each, group)
+        assert are_close(tensor, expected(5))
     for root in range(size):
         tensor = values(rank, 5, dtype).to(device)
         dist.reduce(tensor, root, op, group)
@@ -117,16 +118,6 @@ def test_an_older_nccl_gathers_and_scatters_by_messages(world, rank, size, devic
         dist.scatter(share, list(whole + root) if rank == root else None, root, group)
         assert torch.equal(share, whole[rank] + root)
     dist.destroy_process_group(group)
-
-
-def test_nccl_makes_the_op_of_a_factor_once_for_a_dtype(connect, device, monkeypatch):
-    group, made = connect(), []
-    comm = group.backend("cuda").communicators.group.comm
-    make = comm.create_pre_mul_sum
-    monkeypatch.setattr(comm, "create_pre_mul_sum", lambda *args: made.append(args[1].name) or make(*args))
-    for dtype in (torch.bfloat16, torch.bfloat16, torch.float64):
-        dist.all_reduce(torch.ones(2, dtype=dtype, device=device), c10d._make_nccl_premul_sum(0.375), group)
-    assert made == ["BFLOAT16", "FLOAT64"]
 
 
 def test_in_place_empty_strided_and_large(group, rank, size, device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -146,19 +147,21 @@ def test_a_dropped_work_holds_its_memory_and_lets_go_of_it(gate, rank, size, dev
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_large_tensors_of_dropped_works_do_not_pile_up(is_waited_for, gate, rank, size, device):
-    dist.group.WORLD.backend("cuda").outstanding()
+@pytest.mark.parametrize("backend", ["nccl", "cuda:torch"])
+def test_large_tensors_of_dropped_works_do_not_pile_up(backend, is_waited_for, connect, gate, device):
+    group = connect(backend=backend)
+    group.backend("cuda").outstanding()
     before, nbytes = torch.cuda.memory_allocated(), 1 << 22
     for _ in range(4):
         gate.close()
-        work = dist.all_reduce(torch.ones(nbytes // 4, device=device), async_op=True)
+        work = dist.all_reduce(torch.ones(nbytes // 4, device=device), group=group, async_op=True)
         if is_waited_for:
             work.wait()  # all that uses the memory from now on is behind the call
             del work
-            assert torch.cuda.memory_allocated() == before
+            assert torch.cuda.memory_allocated() <= before
         else:
             del work
-            assert torch.cuda.memory_allocated() == before + nbytes
+            assert torch.cuda.memory_allocated() <= before + nbytes
         gate.open()
         torch.cuda.synchronize()
 
@@ -313,26 +316,26 @@ def test_each_rank_has_a_context_on_its_own_gpu_only(two_ranks, rank, device):
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "mpi"])
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "cuda:torch"])
 def test_a_thread_that_has_chosen_no_device_starts_no_context(backend, rank, size, device):
     group = dist.new_group(backend=backend)
-    tensors = [torch.ones(3, device=device), torch.ones((3, 2), device=device)[:, 0]]
-    begun = dist.all_reduce(tensors[0], group=group, async_op=True)
-    ended = []
-
-    def use():
-        begun.get_future()
-        begun.wait()
-        dist.all_reduce(tensors[1], group=group, async_op=True).wait()
-        ended.append(True)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert ended
-    assert [each.tolist() for each in tensors] == [[size] * 3] * 2
-    assert active_contexts() == [device.index]
-    dist.destroy_process_group(group)
+    tensors = [torch.ones(3, device=device) for _ in range(3)] + [torch.ones((3, 2), device=device)[:, 0]]
+    begun, subgroups = dist.all_reduce(tensors[0], group=group, async_op=True), []
+    torch.cuda.synchronize()
+    for use in (
+        begun.get_future,
+        begun.wait,
+        lambda: dist.all_reduce(tensors[1], group=group),
+        lambda: dist.all_reduce(tensors[2], group=group, async_op=True).wait(),
+        lambda: dist.all_reduce(tensors[3], group=group, async_op=True).wait(),
+        lambda: subgroups.append(dist.split_group(group, [list(range(size))])),
+        lambda: dist.destroy_process_group(subgroups.pop()),
+        lambda: dist.destroy_process_group(group),
+    ):
+        with ThreadPoolExecutor(1) as pool:  # a thread of its own: torch leaves one where it has been put once
+            pool.submit(use).result()
+        assert active_contexts() == [device.index]
+    assert [each.tolist() for each in tensors] == [[size] * 3] * 4
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])

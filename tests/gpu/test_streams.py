@@ -156,12 +156,14 @@ def test_blocking_the_current_stream(kind, world, gate, rank, size, device):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_inside_a_graphs_capture(is_async, rank, size, device):
+@pytest.mark.parametrize("backend", ["nccl", "cuda:torch"])
+def test_inside_a_graphs_capture(backend, is_async, connect, size, device):
+    group = connect(backend=backend)
     tensor = torch.ones(1024, device=device)
     graph = torch.cuda.CUDAGraph()
-    kept = dist.all_reduce(torch.ones(1, device=device), async_op=True)
+    kept = dist.all_reduce(torch.ones(1, device=device), group=group, async_op=True)
     with torch.cuda.graph(graph):
-        work = dist.all_reduce(tensor, async_op=is_async)
+        work = dist.all_reduce(tensor, group=group, async_op=is_async)
         if is_async:
             work.wait()
         time.sleep(1.5)  # the watchdog looks meanwhile, at least once a second
@@ -175,6 +177,7 @@ def test_inside_a_graphs_capture(is_async, rank, size, device):
     for _ in range(3):
         expected = expected * size + 1
     assert bool((tensor == expected).all())
+    graph.reset()
 
 
 def test_a_split_waits_for_the_replays_of_a_graph(connect, gate, size, device):

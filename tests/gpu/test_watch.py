@@ -165,8 +165,13 @@ def test_errors_of_nccl_are_c10ds(backend, link, device, rank, size, monkeypatch
 def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_failed(
     is_grouped, group, backend, link, call, gate, monkeypatch
 ):
-    record_end = link.streams.record_end
-    monkeypatch.setattr(link.streams, "record_end", lambda: backend.faults.interrupt(LATE) and record_end())
+    streams = link.streams
+    behind = streams.event_behind
+    monkeypatch.setattr(
+        streams,
+        "event_behind",
+        lambda of: behind(of) if of is not streams.side or backend.faults.interrupt(LATE) else 0,
+    )
     gate.close()
     with group.grouped() if is_grouped else nullcontext():
         work = call()
@@ -178,6 +183,17 @@ def test_a_call_that_is_queued_while_the_watchdog_ends_the_communicator_has_fail
         work.get_future().value()
     assert caught.type is RuntimeError  # ``set_exception`` would leave the DistBackendError, on which DDP crashes
     gate.open()
+
+
+def test_a_call_that_blocks_in_nccl_until_the_watchdog_ends_the_communicator_raises_the_reason(backend):
+    """As the first one with a rank does, which connects the two."""
+
+    def blocks(stream):
+        assert backend.faults.interrupt(LATE)
+        raise load().bindings.NCCLError(3)
+
+    with pytest.raises(dist.DistBackendError, match=LATE):
+        backend.communicators.launch("all_reduce", blocks, 0)
 
 
 def test_a_call_does_not_reach_a_communicator_that_ended_just_before(backend, link, call, monkeypatch):
@@ -272,7 +288,7 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name, backend
         return thread.is_alive()
 
     monkeypatch.setattr(link.comm, name, make)
-    assert backend.communicators.split(0, 0) if name == "split" else backend.communicators.shrink([1], False)
+    assert backend.communicators.split(0, 0, None) if name == "split" else backend.communicators.shrink([1], False)
     thread.join(10)
     assert LATE in str(backend.communicators.ended)
 
@@ -282,7 +298,10 @@ def test_a_communicator_is_not_aborted_while_another_is_made_of_it(name, backend
 
 @pytest.mark.parametrize("name", ["split", "shrink", "destroy"])
 def test_what_waits_for_the_device_is_an_error_inside_a_capture(name, backend, size, device):
-    ends = {"split": lambda: backend.split([[0]], ["a"], timedelta(5)), "shrink": lambda: backend.shrink([size], "b")}
+    ends = {
+        "split": lambda: backend.split([[0]], ["a"], timedelta(5)),
+        "shrink": lambda: backend.shrink([size], "b", False),
+    }
     tensor = torch.ones(1, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         tensor += 1
@@ -309,18 +328,22 @@ def test_an_end_that_has_begun_is_left_alone(backend, link, monkeypatch):
     assert seen == [(None, False)]
 
 
-def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing(backend, link, call, monkeypatch):
-    asked, destroy = [], link.comm.destroy
+def test_a_failure_of_the_end_is_c10ds_error_and_asks_the_communicator_nothing(
+    backend, link, call, alone, rank, device, monkeypatch
+):
+    backend.communicators.adopt(alone, device, rank)  # the first to be ended
+    asked, destroy = [], alone.destroy
 
     def fail():
         destroy()
         raise load().bindings.NCCLError(2)
 
-    monkeypatch.setattr(link.comm, "destroy", fail)
+    monkeypatch.setattr(alone, "destroy", fail)
     monkeypatch.setattr(link.comm, "get_last_error", lambda: asked.append(1))
     with pytest.raises(dist.DistBackendError, match=r"destroy on rank \d of \d failed in NCCL"):
         backend.close()
     assert asked == []
+    assert not link.comm.is_valid  # the other one was freed too
     with pytest.raises(dist.DistBackendError, match="its group is destroyed"):
         call()
 

@@ -470,8 +470,10 @@ def test_the_end_of_a_group_against_a_call(is_late, rank, size):
 def test_equal_calls_in_other_words(group, rank, size):
     """Parts of complex numbers, other layouts, async or not: the same calls."""
     dtype, length = (torch.complex64, 2) if rank else (torch.float32, 4)
-    given = torch.ones(length, dtype=dtype)
+    given, op = torch.ones(length, dtype=dtype), dist._make_nccl_premul_sum(0.5)
     dist.all_reduce(given, group=group)
+    dist.all_reduce(given, op, group)
+    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(length * size, dtype=dtype), op, group)
     dist.broadcast(given, 0, group)
     dist.all_gather_into_tensor(torch.empty(length * size, dtype=dtype), given, group)
     dist.all_to_all_single(torch.empty(length * size, dtype=dtype), torch.ones(length * size, dtype=dtype), group=group)

@@ -82,8 +82,15 @@ def test_the_real_library_without_a_gpu_is_a_backend_error() -> None:
         loaded.core.Communicator.init(1, 0, loaded.core.get_unique_id())
 
 
+@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+def test_communicators_that_do_not_block_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(DistBackendError, match=r"NCCL_COMM_BLOCKING=0.*Unset it"):
+        library.load()
+
+
 @pytest.mark.parametrize(
-    ("release", "message"), [(None, r"libnccl\.so\.2.*pip install"), ((2, 17, 1), r"2\.18 or later.* is 2\.17\.1.*pip")]
+    ("release", "message"), [(None, r"libnccl\.so\.2.*pip install"), ((2, 26, 5), r"2\.27 or later.* is 2\.26\.5.*pip")]
 )
 def test_no_libnccl_and_an_old_one_are_errors(monkeypatch: Any, release: Any, message: str) -> None:
     core, bindings = ModuleType("nccl.core"), ModuleType("nccl.bindings.nccl")

@@ -95,10 +95,3 @@ def test_what_nccl_lacks_is_an_error_that_names_the_way_over_mpi(dtype: torch.dt
 def test_float8_reduces_where_gpu_and_release_do(dtype: torch.dtype) -> None:
     assert reduces(dtype, OPS["SUM"], float8=True)
     assert not reduces(dtype, OPS["SUM"], float8=False)
-
-
-@pytest.mark.parametrize("dtype", [d for d in datatypes.DATATYPES if d.is_floating_point])
-def test_a_factors_bits_are_those_of_its_dtype(dtype: torch.dtype) -> None:
-    held = datatypes.bits(1.5, dtype)
-    assert held.size == 1
-    assert torch.from_numpy(held).view(dtype).to(torch.float32).item() == 1.5

@@ -7,7 +7,7 @@ the side streams of ``nccl.streams``; torch's watchdog, flight recorder and opti
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -126,10 +126,10 @@ class TorchBackend(C10dBackend, Faults):
                 work.wait()
             return
         self._check_live()
-        device = self._device_of(call)
-        with GPUS.device(device):
-            if GPUS.is_current_stream_capturing():
-                self._side(device).is_in_graph = True
+        streams = self._side(self._device_of(call))
+        with streams.on_device():
+            if streams.is_capturing():
+                streams.is_in_graph = True
             super().run(call)
 
     def start(self, call: Call) -> Work:
@@ -139,7 +139,7 @@ class TorchBackend(C10dBackend, Faults):
             token = torch.zeros(1, device=self.device)
             call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
         streams = self._side(self._device_of(call))
-        work = StreamWork(PendingCall(streams, streams.current(), (call,), 0), call.shown(), None, is_barrier)
+        work = StreamWork(PendingCall(streams, streams.current(), (call,), call.nbytes), call.shown(), None, is_barrier)
 
         def queue(_: int) -> None:
             super(TorchBackend, self).run(call)
@@ -155,8 +155,7 @@ class TorchBackend(C10dBackend, Faults):
         key = (device.index, peer)
         streams = self._streams.get(key)
         if streams is None:
-            # torch's own calls need nothing to query events beside a capture
-            streams = self._streams[key] = Streams(device, self.interrupt, nullcontext, GPUS)
+            streams = self._streams[key] = Streams(device, self.interrupt, GPUS)
         return streams
 
     def _begin(self, call: Held) -> Work:
@@ -212,7 +211,7 @@ class TorchBackend(C10dBackend, Faults):
         if peer == self.rank and not self.batch.is_open:
             raise DistBackendError(ALONE)
         streams = self._side(tensor.device, None if self.batch.is_open else peer)
-        work = StreamWork(PendingCall(streams, streams.current(), (tensor, finish), 0), result, source)
+        work = StreamWork(PendingCall(streams, streams.current(), (tensor, finish), tensor.nbytes), result, source)
 
         def queue(_: int) -> None:
             if tensor.numel():
@@ -232,14 +231,14 @@ class TorchBackend(C10dBackend, Faults):
             try:
                 for each in calls:
                     if each.is_single:
-                        each.queue(streams.side_handle)
+                        each.queue(0)
             finally:
                 together = self.inner._end_coalescing() if is_group else None
             if together is not None:
                 together.wait()
             for each in calls:
                 if not each.is_single:
-                    each.queue(streams.side_handle)
+                    each.queue(0)
 
     # -- supervision and the end -----------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def is_done_by_parts(op: Any) -> bool:
     elements, n complex numbers and 2 n real ones are different calls. A PREMUL_SUM is a sum of values that each rank
     has multiplied by a factor of its own, real or complex.
     """
-    return bool(op in (SUM, AVG, PREMUL_SUM))
+    return any(op == known for known in (SUM, AVG, PREMUL_SUM))  # ``in`` asks the other way round, and is False
 
 
 def combining(dtype: torch.dtype, name: str) -> str:

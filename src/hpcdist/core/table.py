@@ -68,9 +68,9 @@ class Row:
 
 BARRIER = Row("barrier", "Barrier", None, 0, Shape.NONE)
 BROADCAST = Row("broadcast", "Bcast", "broadcast", 1, Shape.SAME, rooted=True)
-ALL_REDUCE = Row("all_reduce", "Allreduce", "allreduce", 2, Shape.SAME, reduces=True)
+ALL_REDUCE = Row("all_reduce", "Allreduce", "all_reduce", 2, Shape.SAME, reduces=True)
 REDUCE = Row("reduce", "Reduce", "reduce", 2, Shape.SAME, reduces=True, rooted=True)
-ALL_GATHER_SINGLE = Row("all_gather_single", "Allgather", "allgather", 2, Shape.GATHER)
+ALL_GATHER_SINGLE = Row("all_gather_single", "Allgather", "all_gather", 2, Shape.GATHER)
 ALL_GATHER = Row("all_gather", "Allgatherv", None, 2, Shape.GATHER)  # or of shares by counts
 GATHER = Row("gather", "Gatherv", "gather", 2, Shape.GATHER, rooted=True)
 SCATTER = Row("scatter", "Scatterv", "scatter", 2, Shape.SCATTER, rooted=True)

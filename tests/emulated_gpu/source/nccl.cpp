@@ -35,6 +35,7 @@ const char* NAMES[] = {"",           "send/recv",      "all_reduce", "reduce", "
 struct Factor {  // of a PREMUL_SUM
   std::vector<char> value;
   const void* pointer;  // in device memory, if it is not null
+  bool is_destroyed = false;
 };
 }  // namespace
 
@@ -65,6 +66,7 @@ struct Call {
   Communicator* comm;
   Stream* stream;
   std::vector<Range> touched;
+  Factor factor;  // a copy, because the op may be destroyed once the call has returned
 };
 struct Group {
   int depth = 0;
@@ -85,6 +87,16 @@ bool is_used_after_end(Communicator* comm, const char* call) {
             comm->rank, comm->size);
   return true;
 }
+
+// The library works on its communicator's device and sets the thread's own one again, which starts a context there.
+struct OnDevice {
+  int before = current_device();
+  explicit OnDevice(const Communicator* comm) { set(comm->device); }
+  ~OnDevice() { set(before); }
+  static void set(int device) {
+    if (device != current_device()) set_device(device);
+  }
+};
 
 // -- one call --------------------------------------------------------------------------------------
 std::string described(const Announcement& call) {
@@ -109,10 +121,7 @@ Announcement announce(const Call& call, size_t bytes, int root) {
 }
 void combine(Communicator* comm, const Call& call, char* out, const std::vector<const char*>& inputs, size_t count) {
   const void* factor = nullptr;
-  if (call.op >= PREDEFINED_OPS) {
-    const Factor& kept = comm->factors.at(call.op - PREDEFINED_OPS);
-    factor = kept.pointer ? bytes_at(kept.pointer) : kept.value.data();
-  }
+  if (call.op >= PREDEFINED_OPS) factor = call.factor.pointer ? bytes_at(call.factor.pointer) : call.factor.value.data();
   numbers::combine(out, inputs, count, call.type, call.op, factor);
 }
 
@@ -262,18 +271,19 @@ Result take(CallKind kind, bool sends, const void* send, void* recv, size_t coun
   if (comm->error) return Result(comm->error.load());
   if (type < 0 || type >= DATA_TYPES) return fail(INVALID_ARGUMENT, name + ": unknown type " + std::to_string(type));
   if (root < 0 || root >= comm->size) return fail(INVALID_ARGUMENT, name + ": no such rank: " + std::to_string(root));
-  if (op < 0 || op >= PREDEFINED_OPS + int(comm->factors.size())) return fail(INVALID_ARGUMENT, name + ": unknown op");
+  bool is_known = op >= 0 && op < PREDEFINED_OPS + int(comm->factors.size());
+  if (!is_known || (op >= PREDEFINED_OPS && comm->factors[op - PREDEFINED_OPS].is_destroyed))
+    return fail(INVALID_ARGUMENT, name + ": unknown op");
   size_t bytes = count * SIZES[type];
   if (!is_usable(send, bytes * send_shares))
     return fail(INVALID_ARGUMENT, name + ": sendbuff is not device memory, or too short");
   if (!is_usable(recv, bytes * recv_shares))
     return fail(INVALID_ARGUMENT, name + ": recvbuff is not device memory, or too short");
-  Call call{kind, sends, (char*)bytes_at(send), (char*)bytes_at(recv), count, type, op, root, comm, nullptr, {}};
+  Call call{kind, sends, (char*)bytes_at(send), (char*)bytes_at(recv), count, type, op, root, comm, nullptr, {}, {}};
+  if (op >= PREDEFINED_OPS) call.factor = comm->factors[op - PREDEFINED_OPS];
   call.touched = {{send, bytes * send_shares}, {recv, bytes * recv_shares}};
-  int before = current_device();
-  if (before != comm->device) set_device(comm->device);
+  OnDevice guard(comm);
   call.stream = stream_of(stream);
-  if (before != comm->device) set_device(before);
   if (!call.stream) return fail(INVALID_ARGUMENT, name + ": no such stream");
   if (device_of(call.stream) != comm->device)
     return fail(INVALID_ARGUMENT, name + ": the stream is of another device than the communicator");
@@ -330,8 +340,7 @@ void await_calls(Communicator* comm) {
 #define API extern "C" EXPORTED Result
 
 API ncclGetVersion(int* out) {
-  const char* given = getenv("EMULATED_NCCL_VERSION");
-  *out = given ? atoi(given) : NCCL_VERSION;
+  *out = NCCL_VERSION;
   return SUCCESS;
 }
 API ncclGetUniqueId(UniqueId* id) {
@@ -380,6 +389,7 @@ extern "C" EXPORTED const char* ncclGetErrorString(int code) {
 API ncclCommSplit(Communicator* comm, int color, int key, Communicator** out, void*) {
   *out = nullptr;
   if (is_used_after_end(comm, "ncclCommSplit")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (comm->shared.aborted) return fail(INVALID_USAGE, "split of an aborted communicator");
   segment::Slot& mine = comm->shared.slot(comm->rank);
   mine.color = color;
@@ -398,6 +408,7 @@ API ncclCommSplit(Communicator* comm, int color, int key, Communicator** out, vo
 API ncclCommShrink(Communicator* comm, int* excluded, int count, Communicator** out, void*, int flags) {
   *out = nullptr;
   if (is_used_after_end(comm, "ncclCommShrink")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (flags & 1) comm->shared.aborted = true;  // NCCL_SHRINK_ABORT
   std::string name = comm->name + "shrink" + std::to_string(comm->children++);
   int rank = comm->rank;
@@ -410,12 +421,14 @@ API ncclCommShrink(Communicator* comm, int* excluded, int count, Communicator** 
 }
 API ncclCommFinalize(Communicator* comm) {
   if (is_used_after_end(comm, "ncclCommFinalize")) return INVALID_USAGE;
+  OnDevice guard(comm);
   if (comm->shared.aborted) return fail(INVALID_USAGE, "finalize of an aborted communicator");
   await_calls(comm);
   return SUCCESS;
 }
 API ncclCommDestroy(Communicator* comm) {
   if (!comm || is_used_after_end(comm, "ncclCommDestroy")) return SUCCESS;
+  OnDevice guard(comm);
   comm->has_ended = true;  // the object itself stays, because a graph may name it
   if (comm->shared.aborted) return SUCCESS;
   await_calls(comm);
@@ -432,6 +445,7 @@ API ncclCommDestroy(Communicator* comm) {
 API ncclCommAbort(Communicator* comm) {
   if (!comm) return SUCCESS;
   if (is_used_after_end(comm, "ncclCommAbort")) return INVALID_USAGE;
+  OnDevice guard(comm);
   comm->has_ended = true;
   comm->shared.aborted = true;
   comm->shared.header->left++;
@@ -455,15 +469,18 @@ API ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, Com
   if (is_used_after_end(comm, "ncclRedOpCreatePreMulSum")) return INVALID_USAGE;
   bool is_on_host = residence == 1;  // ncclScalarHostImmediate
   auto* bytes = (char*)scalar;
-  if (is_on_host)
-    comm->factors.push_back({{bytes, bytes + SIZES[type]}, nullptr});
-  else
-    comm->factors.push_back({{}, scalar});
-  *op = PREDEFINED_OPS + int(comm->factors.size()) - 1;
+  auto place = std::find_if(comm->factors.begin(), comm->factors.end(), [](auto& each) { return each.is_destroyed; });
+  if (place == comm->factors.end()) place = comm->factors.insert(place, Factor{});
+  *place = is_on_host ? Factor{{bytes, bytes + SIZES[type]}, nullptr} : Factor{{}, scalar};
+  *op = PREDEFINED_OPS + int(place - comm->factors.begin());
   return SUCCESS;
 }
-API ncclRedOpDestroy(int, Communicator* comm) {
-  return is_used_after_end(comm, "ncclRedOpDestroy") ? INVALID_USAGE : SUCCESS;
+API ncclRedOpDestroy(int op, Communicator* comm) {
+  if (is_used_after_end(comm, "ncclRedOpDestroy")) return INVALID_USAGE;
+  if (op < PREDEFINED_OPS || op >= PREDEFINED_OPS + int(comm->factors.size()))
+    return fail(INVALID_ARGUMENT, "ncclRedOpDestroy: no such op");
+  comm->factors[op - PREDEFINED_OPS].is_destroyed = true;
+  return SUCCESS;
 }
 
 API ncclGroupStart() {

@@ -15,8 +15,8 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
-from hpcdist.backends.nccl.calls import Function, calls_of, message
-from hpcdist.backends.nccl.communicators import Communicators, Link, check_shrink
+from hpcdist.backends.nccl.calls import Function, calls_of, message, premultiplied
+from hpcdist.backends.nccl.communicators import Communicators, Link
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
 from hpcdist.backends.nccl.streams import Batch, Held, PendingCall, Streams, StreamWork, oldest
 from hpcdist.core import reduction, registry
@@ -51,7 +51,7 @@ class NCCLBackend(Backend):
         self._given: finding.Channel | None = None if store is None else finding.StoreChannel(store, rank)
         self.batch = Batch(self._launch)
         self._calls: dict[Row, Function] = calls_of(library)
-        self._reductions = datatypes.Reductions(library)
+        self._ops = {each.name: int(each) for each in library.core.NcclRedOp}
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
         self._token: torch.Tensor | None = None  # what a barrier reduces
 
@@ -115,7 +115,8 @@ class NCCLBackend(Backend):
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
         """Raise if NCCL cannot reduce, naming the way over MPI."""
-        self._reductions.check(row, dtype, op, self.device)
+        has_float8 = dtype not in datatypes.FLOAT8 or torch.cuda.get_device_capability(self.device) >= (9, 0)
+        datatypes.check(row, dtype, op, has_float8)
 
     def run(self, call: Call) -> None:
         """Queue one collective on the current stream; a barrier waits on the host as well."""
@@ -131,9 +132,10 @@ class NCCLBackend(Backend):
     def _run(self, link: Link, name: str, queue: Queue) -> None:
         """Queue a call on the current stream."""
         if queue is not nothing:
-            current = link.streams.current()
-            self.communicators.launch(name, queue, current.cuda_stream)
-            link.streams.mark(current)
+            with link.streams.on_device():
+                current = link.streams.current()
+                self.communicators.launch(name, queue, current.cuda_stream)
+                link.streams.mark(current)
 
     def start(self, call: Call) -> Work:
         """Queue one collective on the side stream, behind what the current stream holds."""
@@ -155,7 +157,7 @@ class NCCLBackend(Backend):
         if link is None or not is_plain or send.dtype not in self._types or not send.numel():
             return super().prepare(call)
         name, nbytes = row.name, call.nbytes
-        number = self._reductions.prepare(send, op)[1] if row.reduces else None
+        number = self._op(send.dtype, op) if row.reduces else None
         rest = self._types[send.dtype], number, root, None
         function = partial(self._calls[row], link.where)
 
@@ -212,7 +214,7 @@ class NCCLBackend(Backend):
                     each.queue(stream)
 
         name, queue = ("group of calls", queue_all) if is_group else (calls[0].name, calls[0].queue)
-        self.communicators.launch(name, queue, streams.side_handle)
+        self.communicators.launch(name, queue, streams.side.cuda_stream)
 
     def _queued(self, link: Link, call: Call) -> Queue:
         """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
@@ -221,11 +223,12 @@ class NCCLBackend(Backend):
         given = call.tensor
         dtype = given.dtype
         is_known = dtype in self._types
-        number: int | None = None
-        factor: float | None = None
-        if row.reduces:
-            send, number, factor = self._reductions.prepare(send, op)
-            recv = None if recv is None else datatypes.as_reduced(recv)
+        number, function = None, self._calls[row]
+        if row.reduces and op == reduction.PREMUL_SUM:
+            send, factor = datatypes.premultiplied(send, op)
+            function = premultiplied(function, factor)
+        elif row.reduces:
+            number = self._op(dtype, op)
         elif not is_known:
             is_in_place = send is recv
             send = None if send is None else datatypes.as_moved(send)
@@ -235,21 +238,13 @@ class NCCLBackend(Backend):
         if counts is None:
             if given.numel() == 0:
                 return nothing
-        elif row.reduces:
-            counts = scaled(counts, 2 if dtype.is_complex else 1)
         elif not is_known:
             counts = scaled(counts, given.itemsize)
-        datatype = self._types[dtype if is_known else (send if send is not None else recv).dtype]
-        if factor is not None:
-            return partial(self._premultiplied, link, factor, self._calls[row], send, recv, datatype, root, counts)
-        return partial(self._calls[row], link.where, send, recv, datatype, number, root, counts)
+        datatype = self._types[dtype if is_known else torch.uint8]
+        return partial(function, link.where, send, recv, datatype, number, root, counts)
 
-    def _premultiplied(
-        self, link: Link, factor: float, made: Function, send: Any, recv: Any, datatype: int, *rest: Any
-    ) -> None:
-        """Queue a reduction of products; NCCL makes its op on the communicator, which the caller may use."""
-        op = self._reductions.scaling(link.comm, factor, send.dtype)
-        made(link.where, send, recv, datatype, op, *rest)
+    def _op(self, dtype: torch.dtype, op: Any) -> int:
+        return self._ops[datatypes.ops_of(dtype)[op]]
 
     # -- point to point --------------------------------------------------------------------------------
 
@@ -292,14 +287,10 @@ class NCCLBackend(Backend):
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         link = self.communicators.group
         if link is not None:
-            mine = None if index is None else list(subgroups[index])  # a rank may give its own subgroup only
-            comm = (
-                self.communicators.split(None, 0)
-                if mine is None
-                else self.communicators.split(
-                    min(mine), mine.index(self.rank), config_of(self._library, self._childs_options)
-                )
-            )
+            color, key = None, 0
+            if index is not None:  # a rank may give its own subgroup only
+                color, key = min(subgroups[index]), list(subgroups[index]).index(self.rank)
+            comm = self.communicators.split(color, key, config_of(self._library, self._childs_options))
         owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
         if index is None:
             return None
@@ -311,17 +302,15 @@ class NCCLBackend(Backend):
         owned = self._owned_peer.create_group(ranks, name, timeout) if self._owned_peer is not None else None
         return self._child(ranks, name, owned)
 
-    def shrink(self, excluded: Sequence[int], name: str, aborts: bool = False) -> NCCLBackend:
+    def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> NCCLBackend:
         """Make a communicator without some ranks by ncclCommShrink; only the others call, and keep their order.
 
         The name is the new group's, the same on all of them. With ``aborts`` those ranks failed: what is under way with
         them is ended first (NCCL_SHRINK_ABORT).
         """
-        check_shrink(excluded, self.rank, self._library.version)
-        gone = sorted(set(excluded))
-        child = self._child([rank for rank in range(self.size) if rank not in gone], name, None)
+        child = self._child([rank for rank in range(self.size) if rank not in excluded], name, None)
         link = self.communicators.group
-        return child if link is None else child._take_over(self.communicators.shrink(gone, aborts), link)
+        return child if link is None else child._take_over(self.communicators.shrink(excluded, aborts), link)
 
     @property
     def _childs_options(self) -> Any:
@@ -374,7 +363,6 @@ class NCCLBackend(Backend):
         """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
         self._token = None
         self._given = None  # the store, whose server may end with it
-        self._reductions.clear()
         if self._owned_peer is not None:
             end(self._owned_peer)
             self._owned_peer = None

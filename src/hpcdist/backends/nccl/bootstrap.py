@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hpcdist.backends.nccl.library import SCALABLE_SINCE, Library
+from hpcdist.backends.nccl.library import Library
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.ranks import by_value
@@ -109,19 +109,19 @@ def known(channel: Channel | None) -> Channel:
     return channel
 
 
-def roots_of(size: int, version: Sequence[int]) -> list[int]:
+def roots_of(size: int) -> list[int]:
     """Return the ranks that make a unique id: the first of each part of at most 128 ranks.
 
     NCCL deals ranks to ids in parts that differ by one at most, the longer ones first.
     """
-    count = -(-size // RANKS_PER_ROOT) if tuple(version) >= SCALABLE_SINCE else 1
+    count = -(-size // RANKS_PER_ROOT)
     length, longer = divmod(size, count)
     return [part * length + min(part, longer) for part in range(count)]
 
 
 def unique_ids(library: Library, channel: Channel, rank: int, size: int) -> list[Any]:
     """Return the group's unique ids, the same on all ranks; every rank calls it."""
-    roots = roots_of(size, library.version)
+    roots = roots_of(size)
     mine = {rank: bytes(library.core.get_unique_id())} if rank in roots else {}
     return [library.core.UniqueId.from_bytes(each) for each in channel.share(mine, roots)]
 

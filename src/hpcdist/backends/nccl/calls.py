@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hpcdist.backends.nccl.library import SINCE, Library
-from hpcdist.core.table import ALL_GATHER, EXCHANGES, REDUCE_SCATTER, ROWS, Row, Shape
+from hpcdist.backends.nccl.library import GATHERS_SINCE, Library
+from hpcdist.core.table import ALL_GATHER, EXCHANGES, GATHER, REDUCE_SCATTER, ROWS, SCATTER, Row, Shape
 
 
 class Where(NamedTuple):
@@ -29,13 +29,10 @@ class Where(NamedTuple):
 # (where, send, recv, datatype, op, root, counts, stream): contiguous tensors of the elements that NCCL sees
 Function = Callable[[Where, Any, Any, int, Any, Any, Any, int], None]
 
-# what the bindings call what nccl.core calls otherwise
-ENTRY_POINTS = {"allreduce": "all_reduce", "allgather": "all_gather"}
-
 
 def direct(row: Row, function: Callable[..., None]) -> Function:
     """Return the call of a row for which NCCL has a function."""
-    of_receive, is_exchange = row.shape is Shape.SCATTER, row.shape is Shape.EXCHANGE
+    of_receive = row.shape is Shape.SCATTER
 
     def call(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, _: Any, stream: int) -> None:
         if recv is None:
@@ -43,8 +40,6 @@ def direct(row: Row, function: Callable[..., None]) -> Function:
         elif send is None:
             send = recv  # not read
         count = recv.numel() if of_receive else send.numel()
-        if is_exchange:
-            count //= on.size
         how = (op,) if row.reduces else ()
         of_root = (root,) if row.rooted else ()
         function(send.data_ptr(), recv.data_ptr(), count, datatype, *how, *of_root, on.handle, stream)
@@ -105,6 +100,21 @@ def scatter(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, 
     all_to_all(on, send if is_root else recv, recv, datatype, op, root, shares, stream)
 
 
+def premultiplied(function: Function, factor: float) -> Function:
+    """Return a reduction of what this rank's values are times a factor, of which NCCL makes an op for the call."""
+
+    def call(on: Where, send: Any, recv: Any, datatype: int, _: Any, root: Any, counts: Any, stream: int) -> None:
+        bindings, held = on.library.bindings, torch.tensor([factor], dtype=send.dtype, device="cpu")
+        on_host = bindings.ScalarResidence.HostImmediate
+        op = bindings.red_op_create_pre_mul_sum(held.data_ptr(), datatype, on_host, on.handle)
+        try:
+            function(on, send, recv, datatype, op, root, counts, stream)
+        finally:
+            bindings.red_op_destroy(op, on.handle)  # NCCL has taken a copy
+
+    return call
+
+
 def message(on: Where, name: str, tensor: torch.Tensor, datatype: int, peer: int, stream: int) -> None:
     """Send or receive a tensor."""
     getattr(on.library.bindings, name)(tensor.data_ptr(), tensor.numel(), datatype, peer, on.handle, stream)
@@ -114,17 +124,11 @@ def message(on: Where, name: str, tensor: torch.Tensor, datatype: int, peer: int
 COUNTED: dict[Row, Function] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter} | dict.fromkeys(
     EXCHANGES, all_to_all
 )
-STAND_INS: dict[str, Function] = {"gather": gather, "scatter": scatter}
 
 
 def calls_of(library: Library) -> dict[Row, Function]:
     """Return how each row with buffers is called in a release of NCCL."""
-    made: dict[Row, Function] = dict(COUNTED)
-    for row in ROWS.values():
-        if row.nccl is None:
-            continue
-        if tuple(library.version) >= SINCE.get(row.nccl, (2,)):
-            made[row] = direct(row, getattr(library.bindings, ENTRY_POINTS.get(row.nccl, row.nccl)))
-        else:
-            made[row] = STAND_INS[row.nccl]
-    return made
+    own = {row: direct(row, getattr(library.bindings, row.nccl)) for row in ROWS.values() if row.nccl is not None}
+    if library.version < GATHERS_SINCE:
+        own |= {GATHER: gather, SCATTER: scatter}
+    return COUNTED | own

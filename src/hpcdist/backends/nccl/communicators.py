@@ -21,11 +21,11 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl.calls import Where
-from hpcdist.backends.nccl.library import SHRINK_SINCE, Library, config_of
+from hpcdist.backends.nccl.library import Library, config_of
 from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Streams, end_apart
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.launch import devices
 
 IN_PROGRESS = 7  # ncclInProgress
@@ -79,17 +79,17 @@ class Communicators(Faults):
     def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
         """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have come."""
         with self.failing("connect"), torch.cuda.device(device):
-            comm = self._library.core.Communicator.init(size, rank, ids, *config_of(self._library, self.options))
+            comm = self._library.core.Communicator.init(size, rank, ids, config_of(self._library, self.options))
         return self.adopt(comm, device, peer)
 
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
         """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
-        streams = Streams(device, self.interrupt, self._library.beside_captures, torch.cuda, is_high)
+        streams = Streams(device, self.interrupt, torch.cuda, is_high)
         link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks met
-                comm.abort()
+                end_apart(streams, comm.abort, ABORT_SECONDS)
                 raise self.ended
             if peer is None:
                 self.group = link
@@ -97,11 +97,12 @@ class Communicators(Faults):
                 self.pairs[peer] = link
         return link
 
-    def split(self, color: int | None, key: int, config: tuple[Any, ...] = ()) -> Any:
+    def split(self, color: int | None, key: int, config: Any) -> Any:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
-        self._live_group().streams.settle("split")  # NCCL wants none of the parent's calls outstanding
-        with self.use, self.failing("split"):
-            return self._live_group().comm.split(color, key, *config)
+        streams = self._live_group().streams
+        streams.settle("split")  # NCCL wants none of the parent's calls outstanding
+        with self.use, self.failing("split"), streams.on_device():
+            return self._live_group().comm.split(color, key, config)
 
     def shrink(self, excluded: Sequence[int], aborts: bool) -> Any:
         """Return the nccl4py communicator without some ranks; the others call."""
@@ -110,13 +111,13 @@ class Communicators(Faults):
         if aborts:  # before a kernel ends by it and seems to have succeeded
             streams.failure = DistBackendError(
                 f"the call was ended, because rank {self.rank} of {self.size} shrinks the NCCL communicator without "
-                f"ranks {sorted(excluded)}"
+                f"ranks {excluded}"
             )
         else:
             streams.settle("shrink")
-        with self._using(STUCK_SECONDS if aborts else -1), self.failing("shrink"):
+        with self._using(STUCK_SECONDS if aborts else -1), self.failing("shrink"), streams.on_device():
             flag = flags.ABORT if aborts else flags.DEFAULT
-            return self._live_group().comm.shrink(list(excluded), flag=flag)
+            return self._live_group().comm.shrink(excluded, flag=flag)
 
     def _live_group(self) -> Link:
         """Return the communicator of all ranks; the error if no call can follow."""
@@ -159,12 +160,12 @@ class Communicators(Faults):
             yield
         except self._library.failures as error:
             with self.use:
-                if self.ended is not None:  # it failed because it was interrupted
-                    raise self.ended from error
                 raise self.failure(name, error) from error
 
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
+        if self.ended is not None:  # it failed because it was interrupted
+            return self.ended
         detail, group = "", self.group  # read once: another thread may forget it
         if group is not None and not self._is_ending:
             detail = group.comm.get_last_error()
@@ -229,8 +230,7 @@ class Communicators(Faults):
 
         def abort_all() -> None:
             with self._library.core.group():
-                for link in links:
-                    link.comm.abort()
+                end_all(link.comm.abort for link in links)
 
         if links:
             end_apart(links[0].streams, abort_all, ABORT_SECONDS)
@@ -255,11 +255,7 @@ class Communicators(Faults):
                 self.check_live()  # the watchdog may have ended them while the device was waited for
                 self._is_ending = True
             with self.failing("destroy"):
-                for link in self.links():
-                    if link.streams.is_in_graph:
-                        end_apart(link.streams, partial(destroy, link), GRAPH_SECONDS)
-                    else:
-                        destroy(link)
+                end_all(partial(destroy, link) for link in self.links())
         finally:
             self._forget()
 
@@ -281,17 +277,14 @@ class Communicators(Faults):
 
 
 def destroy(link: Link) -> None:
-    """Free a communicator."""
-    link.comm.finalize()
-    link.comm.destroy()
+    """Free a communicator; a thread does so if a CUDA graph has held its calls, because NCCL waits for that."""
 
+    def finalize_and_destroy() -> None:
+        link.comm.finalize()
+        link.comm.destroy()
 
-def check_shrink(excluded: Sequence[int], rank: int, version: Sequence[int]) -> None:
-    """Raise if this rank is to be left out, or this release of NCCL cannot shrink."""
-    if rank in excluded:
-        raise ValueError(f"rank {rank} is one of those to leave out ({sorted(excluded)}); only the others call")
-    if tuple(version) < SHRINK_SINCE:
-        raise DistBackendError(
-            f"shrink needs NCCL {'.'.join(map(str, SHRINK_SINCE))} or later (ncclCommShrink); this one is "
-            f"{'.'.join(map(str, version))}"
-        )
+    if link.streams.is_in_graph:
+        end_apart(link.streams, finalize_and_destroy, GRAPH_SECONDS)
+        return
+    with link.streams.on_device():
+        finalize_and_destroy()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,9 @@ from hpcdist.core.errors import DistBackendError
 
 EXTRAS = {"12": "hpcdist[nccl-cu12]", "13": "hpcdist[nccl-cu13]"}  # by the major version of CUDA
 
-# calls that NCCL got later than the others; in older releases sends and receives stand in for them
-SINCE = {"gather": (2, 28), "scatter": (2, 28)}
-OLDEST = (2, 18)  # ncclCommSplit
-SCALABLE_SINCE = (2, 23)  # several roots (ncclCommInitRankScalable)
-FLOAT8_SINCE = (2, 24)
-SHRINK_SINCE = (2, 27)
+GATHERS_SINCE = (2, 28)  # ncclGather and ncclScatter; before, sends and receives stand in for them
+OLDEST = (2, 27)  # torch 2.8's own, the first with ncclCommShrink; nccl4py makes communicators as 2.23 and later do
+BLOCKING = "NCCL_COMM_BLOCKING"
 
 
 class Library(NamedTuple):
@@ -35,34 +31,18 @@ class Library(NamedTuple):
     bindings: Any  # ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts
     failures: tuple[type[Exception], ...]  # that both raise
     version: tuple[int, ...]  # the release of libnccl
-    driver: Any  # ``cuda.bindings.driver``, which comes with nccl4py
-
-    @contextmanager
-    def beside_captures(self) -> Iterator[None]:
-        """Let this thread query events inside although a graph is being captured, which a query would invalidate."""
-        swap = self.driver.cuThreadExchangeStreamCaptureMode
-        _, before = swap(self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
-            yield
-        finally:
-            if before is not None:
-                swap(before)
 
 
 UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
-# what c10d's options say of a communicator (ncclConfig_t), less whether it blocks
-SETTINGS = (
-    *("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "split_share", "traffic_class"),
-    *("collnet_enable", "cta_policy", "nvls_ctas"),
-)
 
 
-def config_of(library: Library, options: Any) -> tuple[Any, ...]:
-    """Return NCCL's configuration of a communicator if c10d's ``ProcessGroupNCCL.Options`` ask for one."""
-    config = getattr(options, "config", None)
-    found = {name: getattr(config, name, None) for name in SETTINGS}
+def config_of(library: Library, options: Any) -> Any:
+    """Return NCCL's configuration of a communicator, less whether it blocks; None unless c10d's options ask for one."""
+    config, kind = getattr(options, "config", None), library.core.NCCLConfig
+    names = (each.name for each in fields(kind) if each.name != "blocking")
+    found = {name: getattr(config, name, None) for name in names}
     found = {name: value for name, value in found.items() if value not in (None, "", UNDEFINED)}
-    return (library.core.NCCLConfig(**found),) if found else ()
+    return kind(**found) if found else None
 
 
 def install_command() -> str:
@@ -93,8 +73,12 @@ def load() -> Library:
             f"backend 'nccl' needs NCCL {'.'.join(map(str, OLDEST))} or later, and the libnccl.so.2 that was loaded is "
             f"{'.'.join(map(str, version))}. Try: {install_command()}"
         )
-    driver = importlib.import_module("cuda.bindings.driver")
-    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), version, driver)
+    if os.environ.get(BLOCKING, "").strip() == "0":
+        raise DistBackendError(
+            f"backend 'nccl' cannot be used with {BLOCKING}=0: NCCL's calls would return before they are queued, and "
+            "the kernels behind them read what has not been received. Unset it"
+        )
+    return Library(core, bindings, (core.NcclInvalid, bindings.NCCLError), version)
 
 
 def check_gpu() -> None:

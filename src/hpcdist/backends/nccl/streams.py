@@ -17,11 +17,13 @@ is under way is listed without it.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,32 +43,54 @@ ABORT_SECONDS = 5.0  # the most that an abort waits for the device, if it has to
 # the most that is waited for the end of a communicator whose calls a graph has held: since NCCL 2.26 it ends when the
 # last such graph does, which may be with the process
 GRAPH_SECONDS = 1.0
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+HERE = nullcontext()
+
+
+@cache
+def capture_mode() -> Callable[[Any], int] | None:
+    """Return the driver's function that exchanges a thread's capture mode; None if this torch is not built for CUDA."""
+    return None if torch.version.cuda is None else ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread query events inside although a graph is being captured, which a query would invalidate."""
+    exchange, mode = capture_mode(), ctypes.c_int(RELAXED)
+    if exchange is None:
+        yield
+        return
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class Streams:
     """The side stream of one communicator, and its place among the caller's streams, which are those of ``cuda``.
 
-    ``interrupt`` ends the communicator, and every Work on it; events are queried inside ``beside_captures()``. With a
-    high priority kernels of the side stream come before others that wait for room on the GPU.
+    ``interrupt`` ends the communicator, and every Work on it. With a high priority kernels of the side stream come
+    before others that wait for room on the GPU.
     """
 
     def __init__(
         self,
         device: torch.device,
         interrupt: Callable[[str], bool],
-        beside_captures: Callable[[], AbstractContextManager[None]],
         cuda: Any,
         is_high_priority: bool = False,
     ) -> None:
         self.device = device
         self.cuda = cuda
-        self.interrupt, self._beside_captures = interrupt, beside_captures
+        self.interrupt = interrupt
         self.side = cuda.Stream(device, priority=-1) if is_high_priority else cuda.Stream(device)
-        self.side_handle: int = self.side.cuda_stream
+        self.is_capturing: Callable[[], bool] = getattr(
+            cuda, "is_current_stream_capturing", bool
+        )  # not in each torch.xpu
         # why the communicator was aborted: its calls have ended, but failed
         self.failure: DistBackendError | None = None
         self.blocks_in_wait = blocks_in_wait()
-        self._before = cuda.Event()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
         self.is_in_graph = False  # whether a graph has held calls
@@ -88,48 +112,43 @@ class Streams:
             stream = self._known[number] = self.cuda.current_stream(self.device)
         return stream
 
-    def is_capturing(self) -> bool:
-        """Tell whether the current stream of the communicator's device is being captured into a graph."""
-        if self.cuda.current_device() == self._index:
-            return self.cuda.is_current_stream_capturing()
-        with self.cuda.device(self.device):
-            return self.cuda.is_current_stream_capturing()
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Put the thread on the communicator's device.
 
-    def fork(self, stream: Any) -> None:
-        """Make the side stream wait for what a stream holds now."""
-        self._before.record(stream)
-        self._before.wait(self.side)
-
-    @contextmanager
-    def on_side(self) -> Iterator[None]:
-        """Make the side stream the current one.
-
-        A thread that is on another device goes there first: the end of ``stream`` alone would start a context on it.
+        NCCL's calls and queries of events start a context, some 500 MiB, on the device of the thread that makes them:
+        GPU 0, if it has chosen none.
         """
-        with self.cuda.device(self.device), self.cuda.stream(self.side):
-            yield
+        return HERE if self.cuda.current_device() == self._index else self.cuda.device(self.device)
 
-    def record_end(self) -> Any:
-        """Return an event behind everything on the side stream."""
+    def event_behind(self, stream: Any) -> Any:
+        """Return an event behind everything on a stream."""
         try:
             event = self._free_events.pop()
         except IndexError:
             event = self.cuda.Event()
-        event.record(self.side)
+        event.record(stream)
         return event
+
+    def fork(self, stream: Any) -> None:
+        """Make the side stream wait for what a stream holds now."""
+        event = self.event_behind(stream)
+        event.wait(self.side)
+        self._free_events.append(event)  # a wait is for what was recorded before it
+
+    @contextmanager
+    def on_side(self) -> Iterator[None]:
+        """Make the side stream the current one."""
+        with self.on_device(), self.cuda.stream(self.side):
+            yield
 
     @contextmanager
     def querying(self) -> Iterator[None]:
-        """Query events inside, from any thread.
-
-        The thread is put on the communicator's device: a query on a thread that has chosen none would start a context
-        on GPU 0, some 500 MiB of it.
-        """
-        with self.cuda.device(self.device), self._beside_captures():
+        """Query events inside, from any thread."""
+        with self.on_device(), beside_captures():
             yield
 
     def keep(self, call: PendingCall) -> None:
-        """Hold what a call touches until it has ended, though the caller may drop its Work.
+        """Hold what a call touches until it has ended, though the caller may drop its Work; on the device.
 
         Inside a graph's capture nothing runs yet and events cannot be queried: the caller's Work holds the memory.
         """
@@ -175,7 +194,7 @@ class Streams:
         """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
         with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
             with self.cuda.stream(call.begun_on):
-                is_capturing = self.cuda.is_current_stream_capturing()
+                is_capturing = self.is_capturing()
             if not is_capturing:
                 call.end.wait(call.begun_on)
                 return
@@ -183,7 +202,10 @@ class Streams:
             wait_until(call.end.query, ABORT_SECONDS)
 
     def mark(self, current: Any) -> None:
-        """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended."""
+        """Note that the synchronous call recorded last was queued, so that ``oldest`` can tell whether it has ended.
+
+        The thread is on the device.
+        """
         if self.is_capturing():
             self.is_in_graph = True
             return
@@ -195,17 +217,17 @@ class Streams:
 
         DistBackendError while the current stream is captured into a graph; RuntimeError if the device has failed.
         """
-        if self.is_capturing():
-            raise DistBackendError(
-                f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it before "
-                "or after the capture"
-            )
-        if self.is_in_graph:  # replays are queued by torch, on any stream, and no event of ours is behind them
-            self.cuda.synchronize(self.device)
-            return
-        with self._guard:
-            behind = [self._last, *([self._mark.end] if self._mark is not None else [])]
-        with self.cuda.device(self.device):
+        with self.on_device():
+            if self.is_capturing():
+                raise DistBackendError(
+                    f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it "
+                    "before or after the capture"
+                )
+            if self.is_in_graph:  # replays are queued by torch, on any stream, and no event of ours is behind them
+                self.cuda.synchronize(self.device)
+                return
+            with self._guard:
+                behind = [self._last, *([self._mark.end] if self._mark is not None else [])]
             self.side.synchronize()
             for event in behind:
                 event.synchronize()
@@ -372,7 +394,8 @@ class StreamWork(Work):
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
             if self.pending.has_ended:
                 self._poll()
-            future: torch.futures.Future = torch.futures.Future(devices=self._devices())
+            device = self.pending.streams.device
+            future: torch.futures.Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
             with self.pending.streams.on_side():  # the future's own event goes behind the call
                 if self._error is None:
                     future.set_result(self._result)
@@ -382,10 +405,6 @@ class StreamWork(Work):
             self._future = future
         return self._future
 
-    def _devices(self) -> list[int | str | torch.device]:
-        device = self.pending.streams.device
-        return [device] if device.type == "cuda" else []
-
 
 def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
     """End something of NCCL's on a thread of its own, on the streams' device, and wait for it only so long.
@@ -394,7 +413,7 @@ def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
     """
 
     def run() -> None:
-        with suppress(Exception), streams.cuda.device(streams.device):
+        with suppress(Exception), streams.on_device():
             end()
 
     thread = threading.Thread(target=run, name="hpcdist-nccl-end", daemon=True)
@@ -456,15 +475,16 @@ class Batch:
     def _make(self, calls: list[Held], is_group: bool) -> None:
         """Launch calls behind what the streams hold that they were made on, and keep what they touch."""
         streams = calls[0].work.pending.streams
-        for stream in dict.fromkeys(call.work.pending.begun_on for call in calls):
-            streams.fork(stream)
-        self._launch(streams, calls, is_group)
-        for call in calls:
-            if call.finish is not None:
-                with streams.on_side():
-                    call.finish()
-        end = streams.record_end()
-        for call in calls:
-            pending = call.work.pending
-            pending.end, pending.owns_end = end, call is calls[-1]
-            streams.keep(pending)
+        with streams.on_device():
+            for stream in dict.fromkeys(call.work.pending.begun_on for call in calls):
+                streams.fork(stream)
+            self._launch(streams, calls, is_group)
+            for call in calls:
+                if call.finish is not None:
+                    with streams.on_side():
+                        call.finish()
+            end = streams.event_behind(streams.side)
+            for call in calls:
+                pending = call.work.pending
+                pending.end, pending.owns_end = end, call is calls[-1]
+                streams.keep(pending)
