@@ -39,9 +39,7 @@ def liveness() -> Iterator[Liveness]:
     endpoints = [
         (own if rank == 0 else parent)
         if rank < EACH
-        else own._replace(
-            machine=f"machine {rank // EACH}", addresses=("192.0.2.1",), port=9, sender=f"{rank:016x}", pid=rank
-        )
+        else own._replace(machine=f"machine {rank // EACH}", addresses=("192.0.2.1",), port=9, pid=rank)
         for rank in range(RANKS)
     ]
     channel.learn(range(RANKS), endpoints)
@@ -66,7 +64,7 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
     assert liveness.ended_ranks() == [RANKS - 1]
-    liveness.channel._note(far)
+    liveness.channel._note(*far.origin)
     assert liveness.ended_ranks() == []
     assert not liveness.any_ended()
     liveness._note_ended({"processes": [list(far.process)]})
@@ -79,9 +77,9 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
 def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(liveness: Liveness) -> None:
     channel = liveness.channel
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(channel.endpoints[1])  # a rank of this node says nothing about the others
+    channel._note(*channel.endpoints[1].origin)  # a rank of this node says nothing about the others
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(channel.endpoints[EACH])
+    channel._note(*channel.endpoints[EACH].origin)
     assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
     assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
     assert liveness.judge(RANKS - 1, "T").startswith(PROCESS_STATES["T"])

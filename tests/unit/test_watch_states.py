@@ -276,7 +276,7 @@ def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
 
 
 def endpoints(nodes: str) -> dict[int, Endpoint]:
-    return {rank: Endpoint((), 0, 0, "", "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
+    return {rank: Endpoint((), 0, 0, "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aab", "abb", "abcd", "abcabc", "aaaabc", "abbbbbbb"])

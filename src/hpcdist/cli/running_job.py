@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
@@ -97,7 +98,7 @@ def at(address: str) -> Job:
     secret, (host, _, port) = os.environ.get(debug_socket.SECRET_VARIABLE, ""), address.rpartition(":")
     if not secret:
         raise ConnectionError(f"set {debug_socket.SECRET_VARIABLE} here to what it was when the job started")
-    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), "", 0, "", "", "", host), True)
+    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), 0, "", "", "", host), True)
 
 
 def look(job: Job) -> Picture:
@@ -185,13 +186,15 @@ def as_html(picture: Picture, seconds: float | None) -> str:
 def serve(job: Job, port: int, seconds: float) -> None:
     """Serve the page on this machine's loopback address, to whoever knows the path that is printed, until Ctrl-C."""
     path = f"/{secrets.token_urlsafe(16)}"
+    looking = Lock()  # each request has a thread, and one at a time may ask
 
     class Page(BaseHTTPRequestHandler):
         """The page, which shows the job as it is at each request."""
 
         def do_GET(self) -> None:
             is_known = secrets.compare_digest(self.path.encode(), path.encode())
-            text = as_html(look(job), seconds).encode() if is_known else b""
+            with looking:
+                text = as_html(look(job), seconds).encode() if is_known else b""
             self.send_response(200 if is_known else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(text)))

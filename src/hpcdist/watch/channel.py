@@ -1,9 +1,10 @@
 """Channel: authenticated datagrams between the watchdog threads of a job, by which ranks ask each other things.
 
-Each rank has a UDP socket of its own. MPI cannot carry these questions: a process that is in a blocking call of another
-communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no connection, no central rank,
-which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
-computes. Questions may be lost, so they are repeated until they are answered.
+Each rank has one UDP socket, which one thread reads and writes: the watchdog's. MPI cannot carry these questions: a
+process that is in a blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A
+datagram needs no connection, no central rank, which might be the stopped one, and no file to leave behind; the thread
+answers it while the main thread is inside MPI or computes. Questions may be lost, so they are repeated until they are
+answered. Another thread that asks something waits until the watchdog's has the answers.
 
 Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group
 (``datagrams``). What is authentic comes from a rank of this job, or from its user, and is not checked any further.
@@ -20,14 +21,14 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any, NamedTuple
 
-from hpcdist.core.waiting import readable, wait_until
+from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
@@ -37,14 +38,6 @@ INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
 AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
 
 Handler = Callable[[Message], "Message | None"]
-
-
-def datagram_socket() -> socket.socket:
-    """Return a UDP socket on a free port, which does not block."""
-    made = socket.socket(addresses.family(), socket.SOCK_DGRAM)
-    made.bind(("", 0))
-    made.setblocking(False)
-    return made
 
 
 def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
@@ -66,20 +59,14 @@ class Reply(NamedTuple):
     address: Any
 
 
-class Relayed(Question):
-    """A question that this rank asks others for another one."""
-
-    reply: Reply  # to whom the answers go
-    wanted: list[int]  # the ranks whose answers were still missing there, when it was last asked
-    until: float  # when nobody is interested any more
-
-
 class Channel:
     """This rank's socket, and where the others listen."""
 
     def __init__(self, rank: int = -1) -> None:
         self.rank = rank
-        self.socket = datagram_socket()
+        self.socket = socket.socket(addresses.family(), socket.SOCK_DGRAM)
+        self.socket.bind(("", 0))
+        self.socket.setblocking(False)
         # nobody accepts: the kernel completes the connections, and resets them when this process ends
         self.listener = socket.create_server(("", 0), family=addresses.family(), backlog=socket.SOMAXCONN)
         self.own = Endpoint(
@@ -87,7 +74,6 @@ class Channel:
             self.socket.getsockname()[1],
             self.listener.getsockname()[1],
             secrets.token_hex(32),
-            secrets.token_hex(8),
             os.getpid(),
             process_status(os.getpid())[1],
             machine(),
@@ -97,34 +83,35 @@ class Channel:
         self.keys = [self.own.key]  # of a question to this rank: its own, and the user's if there is one
         self.endpoints = Endpoints({})  # where all ranks listen, by rank
         self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
-        self.left_out: list[Endpoint] = []  # of ranks that the world was shrunk by
+        self.left_out: dict[int, Endpoint] = {}  # of ranks that the world was shrunk by; their numbers are negative
         self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
-        self.thread = 0  # the identifier of the thread that answers
+        self.thread = 0  # the identifier of the thread that answers; 0 if whoever asks does
         self._handlers: dict[str, Handler] = {}
         self._numbers, self._had = count(1), Numbers()
-        self._sender = bytes.fromhex(self.own.sender)
-        self._relayed: dict[str, Relayed] = {}  # by their tokens
+        self._sender = secrets.token_bytes(8)
+        self._questions: dict[str, Question] = {}  # by their tokens: this rank's, and those that it relays
         self.numbering = ""  # the same on ranks that count the ranks alike; another one once that has changed
-        self._idle = deque([datagram_socket()])  # for questions, one at least: there may be no descriptor left for it
 
     # -- who is where --------------------------------------------------------------------------------
 
     def learn(self, ranks: Iterable[int], endpoints: Iterable[Iterable[Any]]) -> None:
         found = [Endpoint(tuple(where), *rest) for where, *rest in endpoints]
         self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
-        self.left_out = [each for each in self.left_out if each not in self.endpoints.values()]
+        processes = {each.process for each in found}
+        self.left_out = {number: each for number, each in self.left_out.items() if each.process not in processes}
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
-        self.left_out += [each for rank, each in self.endpoints.items() if rank not in remaining]
+        for rank in self.endpoints.keys() - set(remaining):
+            self.left_out[min(self.left_out, default=-1) - 1] = self.endpoints[rank]
         self._set({new: self.endpoints[old] for new, old in enumerate(remaining) if old in self.endpoints})
 
     def _set(self, endpoints: Mapping[int, Endpoint]) -> None:
         self.endpoints = Endpoints(endpoints)
         self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
-        numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))
+        numbers = "".join(f"{rank}:{each.process}:{each.birth}" for rank, each in sorted(endpoints.items()))
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
 
     def sees(self, endpoint: Endpoint) -> bool:
@@ -169,19 +156,15 @@ class Channel:
         """Handle what has come, if it is a message of this job's."""
         key = next((key for key in self.keys if is_sealed(key, QUESTION, data)), None)
         if key is None:
-            for each in self._relayed.values():
-                if self._take_answer(each, data):
-                    if each.is_answered:
-                        self._return(each)
-                    return
+            any(self._take_answer(each, data) for each in list(self._questions.values()))
             return
         head = data[TAG_BYTES : TAG_BYTES + HEAD.size]
         sender, number, _ = HEAD.unpack(head)
         if not self._had.is_new(sender, number):
             return
-        left_out = (each for each in self.left_out if each.sender == sender.hex())
-        self._note(self.endpoints.of_sender(sender) or next(left_out, None))
         message = json.loads(data[TAG_BYTES + HEAD.size :])
+        if message["from"] >= 0:  # a rank's
+            self._note(*message["via"])
         reply = Reply(key, head, address)
         if message["kind"] == RELAY:
             self._relay(message, reply)
@@ -197,59 +180,6 @@ class Channel:
         with suppress(OSError):  # it may be too large for a datagram
             self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
 
-    # -- questions to many ranks ---------------------------------------------------------------------
-
-    def _others(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        """Return where the others of some ranks listen."""
-        found = ((rank, self.endpoints.get(rank)) for rank in ranks if rank != self.rank)
-        return {rank: each for rank, each in found if each is not None}
-
-    def _relay(self, message: Message, reply: Reply) -> None:
-        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
-        token, numbering, asks = message["token"], message["numbering"], message["message"]
-        if numbering != self.numbering:
-            return
-        ranks, has_begun = expanded(message["ranks"]), token in self._relayed
-        if not has_begun:
-            self._note(self.endpoints.get(asks["from"]))
-            self._relayed[token] = Relayed(self._others(ranks), asks, {"token": token, "numbering": numbering})
-        relayed = self._relayed[token]
-        relayed.until, relayed.reply, relayed.wanted = time.monotonic() + INTEREST_SECONDS, reply, ranks
-        if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
-            relayed.answers[self.rank] = own
-        if has_begun or relayed.is_answered:
-            self._return(relayed)
-
-    def _return(self, relayed: Relayed) -> None:
-        """Send what has come of the answers that a relayed question still lacks."""
-        answers = relayed.answers
-        for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
-            self._reply(relayed.reply, each)
-
-    def push(self) -> float:
-        """Go on with the questions that this rank asks others for another one; return when that is due again.
-
-        The thread that calls ``answer`` calls this.
-        """
-        now, due = time.monotonic(), math.inf
-        for token, each in list(self._relayed.items()):
-            if now >= each.until:
-                del self._relayed[token]
-            elif not each.is_answered:
-                self._send(self.socket, each, now)
-                due = min(due, each.again)
-        return due
-
-    def _send(self, sending: socket.socket, question: Question, now: float) -> None:
-        for rank, endpoint, number, text in question.due(now, self._numbers):
-            self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, rank), text)
-
-    def _seal_to(self, sending: socket.socket, endpoint: Endpoint, head: bytes, text: bytes) -> None:
-        data = seal(endpoint.key, QUESTION, head, text)
-        for target in self.targets(endpoint):
-            with suppress(OSError):
-                sending.sendto(data, target)
-
     def _take_answer(self, question: Question, data: bytes) -> bool:
         """Take in what has come if it answers a question, and tell whether it does."""
         if len(data) < TAG_BYTES + HEAD.size:
@@ -258,16 +188,33 @@ class Channel:
         asked = question.who(rank, number)
         if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
             return False
-        self._note(asked)
-        for each in question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
-            self._note(each)
+        for each in (asked, *question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic())):
+            self._note(*each.origin)
+        if question.is_answered:
+            question.done()
         return True
+
+    def _note(self, machine: str, node_key: str, pid: int) -> None:
+        """Take note that something authentic has come from a process."""
+        self.has_received = self.has_received or (machine, node_key) != self.own.node
+        self.note_life((machine, pid))
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def others(self) -> dict[int, Endpoint]:
+        """Return where the other processes of the job listen, by rank; also those that were left out."""
+        return self._find([*self.endpoints, *self.left_out])
+
+    def _find(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
+        """Return where the others of some ranks listen, as far as it is known."""
+        found = ((rank, self.endpoints.get(rank) or self.left_out.get(rank)) for rank in ranks if rank != self.rank)
+        return {rank: each for rank, each in found if each is not None and each != self.own}
 
     def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
         """Send a message to the others of some ranks once, which may be lost; nothing is waited for."""
-        text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
-        for rank, endpoint in self._others(ranks).items():
-            self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank), text)
+        text, number = json.dumps(self._message(kind, content)).encode(), next(self._numbers)
+        for rank, endpoint in self._find(ranks).items():
+            self._seal_to(endpoint, HEAD.pack(self._sender, number, rank), text)
 
     def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
         """Ask the others of some ranks, and return the answers that come in time, by rank.
@@ -275,60 +222,75 @@ class Channel:
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
-        asked = self._others(ranks)
-        message = {"kind": kind, "from": self.rank, **content}
-        question = Question(asked, message, {"token": secrets.token_hex(8), "numbering": self.numbering})
-        return self._wait(question, seconds + relay_seconds(len(asked)))
+        asked, relay = self._find(ranks), {"token": secrets.token_hex(8), "numbering": self.numbering}
+        return self._wait(Question(asked, self._message(kind, content), relay), seconds + relay_seconds(len(asked)))
 
-    def ask_endpoints(
-        self, asked: dict[int, Endpoint], kind: str, seconds: float, /, **content: Any
-    ) -> dict[int, Message]:
-        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks, but each by itself."""
-        return self._wait(Question(asked, {"kind": kind, "from": self.rank, **content}, None), seconds)
+    def ask_directly(self, ranks: Iterable[int], kind: str, seconds: float, /) -> dict[int, Message]:
+        """Ask as ``ask`` does, but each of the ranks by itself, however many they are."""
+        return self._wait(Question(self._find(ranks), self._message(kind, {}), None), seconds)
+
+    def _message(self, kind: str, content: Message) -> Message:
+        """Return a message of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
+        return {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
 
     def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
         """Wait for the answers to a question, and return those that come in time."""
-        others = [self.socket] if threading.get_ident() == self.thread else []  # they may ask this one meanwhile
-        deadline = time.monotonic() + seconds
-        with self._asking_socket(seconds) as asking:
-            while asking is not None and not question.is_answered and (now := time.monotonic()) < deadline:
-                self._send(asking, question, now)
-                due = min(question.again, deadline, self.push() if others else math.inf)
-                ready = readable([asking, *others], due - now)
-                if asking in ready:
-                    for data, _ in received(asking):
-                        self._take_answer(question, data)
-                if self.socket in ready:
+        all_here, deadline, token = threading.Event(), time.monotonic() + seconds, secrets.token_hex(8)
+        question.done, self._questions[token] = all_here.set, question
+        if self.thread not in (0, threading.get_ident()):
+            with suppress(OSError):  # a datagram of no bytes wakes the thread, which may have other work until its next
+                self.socket.sendto(b"", self.targets(self.own)[0])
+            all_here.wait(0 if question.is_answered else seconds)
+        else:
+            while not question.is_answered and (now := time.monotonic()) < deadline:
+                if readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
-        return question.answers
+        del self._questions[token]
+        return dict(question.answers)  # the thread may take in another one
 
-    @contextmanager
-    def _asking_socket(self, seconds: float) -> Iterator[socket.socket | None]:
-        """Have a socket of its own for a question; None if no descriptor is left, and no other question ends in time.
+    def _relay(self, message: Message, reply: Reply) -> None:
+        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
+        token, numbering, asks = message["token"], message["numbering"], message["message"]
+        if numbering != self.numbering:
+            return
+        ranks, has_begun = expanded(message["ranks"]), token in self._questions
+        if not has_begun:
+            relay = {"token": token, "numbering": numbering}
+            self._questions[token] = Question(self._find(ranks), {**asks, "via": self.own.origin}, relay)
+        relayed = self._questions[token]
+        relayed.until = time.monotonic() + INTEREST_SECONDS
+        relayed.done = partial(self._return, relayed, reply, ranks)
+        if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
+            relayed.answers[self.rank] = own
+        if has_begun or relayed.is_answered:
+            relayed.done()
 
-        What it holds of late answers to earlier questions has their numbers.
+    def _return(self, relayed: Question, reply: Reply, wanted: list[int]) -> None:
+        """Send what has come of the answers that a relayed question still lacked when it was last asked."""
+        for each in merged({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
+            self._reply(reply, each)
+
+    def push(self) -> float:
+        """Send what is due of the questions that wait for answers; return when something is due again.
+
+        The thread that calls ``answer`` calls this.
         """
-        found: list[socket.socket] = []
+        now, due = time.monotonic(), math.inf
+        for token, each in list(self._questions.items()):
+            if now >= each.until:
+                del self._questions[token]
+            elif not each.is_answered:
+                for rank, endpoint, number, text in each.due(now, self._numbers):
+                    self._seal_to(endpoint, HEAD.pack(self._sender, number, rank), text)
+                due = min(due, each.again)
+        return due
 
-        def is_found() -> bool:
-            with suppress(OSError, IndexError):  # another thread was quicker
-                found.append(self._idle.pop() if self._idle else datagram_socket())
-            return bool(found)
-
-        wait_until(is_found, seconds)
-        try:
-            yield next(iter(found), None)
-        finally:
-            self._idle += found
-
-    def _note(self, sender: Endpoint | None) -> None:
-        """Take note that something authentic has come from a process, if it is one of the job's."""
-        if sender is not None and sender.process != self.own.process:
-            self.has_received = self.has_received or not self.sees(sender)
-            self.note_life(sender.process)
+    def _seal_to(self, endpoint: Endpoint, head: bytes, text: bytes) -> None:
+        data = seal(endpoint.key, QUESTION, head, text)
+        for target in self.targets(endpoint):
+            with suppress(OSError):
+                self.socket.sendto(data, target)
 
     def close(self) -> None:
         self.socket.close()
         self.listener.close()
-        for each in self._idle:
-            each.close()

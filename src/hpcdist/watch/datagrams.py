@@ -19,7 +19,7 @@ WINDOW = 64  # numbers that may arrive out of order
 SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
 
 TAG_BYTES = 16
-HEAD = struct.Struct(">8sQI")  # sender, number, and whom the sender asks, in its own numbers
+HEAD = struct.Struct(">8sQi")  # sender, number, and whom the sender asks, in its own numbers
 QUESTION, ANSWER = b"question", b"answer"
 
 

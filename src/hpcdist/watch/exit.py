@@ -186,26 +186,24 @@ class Observer:
         channel, liveness, me = self.watchdog.channel, self.watchdog.liveness, self.watchdog.rank
         may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
-        left_out = {number: each for number, each in enumerate(channel.left_out) if each.process not in liveness.left}
+        asked |= {number: each for number, each in channel.left_out.items() if each.process not in liveness.left}
         answers = channel.ask(asked, "where", ANSWER_SECONDS, group="", left=own)
-        others_answers = channel.ask_endpoints(left_out, "where", ANSWER_SECONDS, group="", left=own)
         waits = {
             (rank, call["group"], call["number"]): (
                 f"rank {rank} waits for it in {report.title(call)} on {call['label']}, {call['where']}"
             )
             for rank, answer in answers.items()
             for call in answer["calls"]
-            if call["has_asker"] and needs(call, me, may_arrive)
+            if rank >= 0 and call["has_asker"] and needs(call, me, may_arrive)
         }
         stopped = liveness.stopped()
         stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
-        for endpoints, given in ((asked, answers), (left_out, others_answers)):
-            liveness.left.update(endpoints[number].process for number, answer in given.items() if answer["left"])
-            for each in (endpoint for number, endpoint in endpoints.items() if number not in given):
-                # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-                may_answer = channel.has_received or channel.sees(each)
-                if may_answer and each not in stopped and not liveness.has_ended(each):
-                    stuck.append(f"process {each.pid} on {each.host} does not answer")
+        liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
+        for each in (endpoint for number, endpoint in asked.items() if number not in answers):
+            # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+            may_answer = channel.has_received or channel.sees(each)
+            if may_answer and each not in stopped and not liveness.has_ended(each):
+                stuck.append(f"process {each.pid} on {each.host} does not answer")
         lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
         return Look(waits, stuck, lacks_one, bool(self._others()))
 

@@ -146,14 +146,13 @@ class Meeting:
 
     def look(self, liveness: Liveness, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
-        seconds, channel = now - self.since, liveness.channel
-        everyone = [*channel.endpoints.values(), *channel.left_out]
+        seconds, others = now - self.since, liveness.channel.others().values()
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()
-        if any(each.process in liveness.left for each in everyone):
+        if any(each.process in liveness.left for each in others):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
         if seconds >= UNKNOWN_SECONDS:
-            gone = [each for each in everyone if liveness.has_ended(each)]
+            gone = [each for each in others if liveness.has_ended(each)]
             if len(gone) > self._lost + len(self.backend.faults.failed()):
                 which = ", ".join(f"process {each.pid} on {each.host}" for each in gone)
                 return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"

@@ -114,7 +114,7 @@ class Liveness:
         channel.note_life = self.note_life
         channel.register("hello", lambda message: channel.send([message["from"]], "here"))
         channel.register("ended", self._note_ended)
-        channel.register("here", lambda message: {})
+        channel.register("here", self._note_here)
         channel.register("all leave", self._note_all_left)
 
     # -- what is known ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Liveness:
 
     def any_ended(self) -> bool:
         """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out))
+        return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out.values()))
 
     def living(self) -> list[int]:
         """Return the ranks that, as far as is known, have not ended, in order."""
@@ -148,7 +148,7 @@ class Liveness:
 
     def stopped(self) -> list[Endpoint]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        everyone = [*self.channel.node_peers.values(), *self.channel.left_out]
+        everyone = [*self.channel.node_peers.values(), *self.channel.left_out.values()]
         return [each for each in everyone if self.channel.sees(each) and self.state(each) in STOPPED]
 
     def kill_stopped(self) -> None:
@@ -189,11 +189,17 @@ class Liveness:
             for known in (self.ended, self._found, self._sent):
                 known.discard(process)
 
+    def _note_here(self, message: Message) -> Message:
+        """Take note of the process that asks, if others pass its question on."""
+        if (process := message.get("process")) is not None:
+            self.note_life((process[0], process[1]))
+        return {}
+
     def _note_ended(self, message: Message) -> Message:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.ask(self.channel.endpoints, "here", NEWS_SECONDS)
+            self.channel.ask(self.channel.endpoints, "here", NEWS_SECONDS, process=self.channel.own.process)
         self.ended |= ended - {self.channel.own.process}
         return {}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.core.ranks import runs_of
@@ -74,15 +74,17 @@ class Question:
 
     def __init__(
         self,
-        asked: dict[int, Endpoint],  # by rank, or by numbers of the caller's choice
+        asked: dict[int, Endpoint],  # by rank; those with negative numbers are asked directly
         message: Message,
         relay: Message | None,  # what a relayed question holds besides ``message`` and ``ranks``; None to ask directly
     ) -> None:
         self.answers: dict[int, Message] = {}  # those that have come
         self.again = 0.0  # when it is to be sent again to those who have not answered
+        self.until = math.inf  # when nobody is interested any more
+        self.done: Callable[[], object] = lambda: None  # called once all have answered
         self._endpoints, self._message, self._relay = asked, message, relay
-        ranks = sorted(asked)
-        self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
+        relayed = [] if relay is None else sorted(each for each in asked if each >= 0)
+        self._missing = parts_of(relayed) | {each: {each} for each in sorted(asked.keys() - set(relayed))}
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
         self._next: dict[int, float] = {}  # when they are asked again
         self._numbers: set[int] = set()  # under which it was sent
@@ -107,9 +109,9 @@ class Question:
             if part == {rank}:
                 found.append((rank, self._endpoints[rank], number, text))
             else:
-                asks = {"kind": RELAY, "from": self._message["from"], "message": self._message, "ranks": runs_of(part)}
-                relayed = json.dumps({**asks, **(self._relay or {})}).encode()
-                found.append((rank, self._endpoints[rank], number, relayed))
+                who = {"from": self._message["from"], "via": self._message["via"]}
+                asks = {"kind": RELAY, **who, "message": self._message, "ranks": runs_of(part), **(self._relay or {})}
+                found.append((rank, self._endpoints[rank], number, json.dumps(asks).encode()))
         self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
         return found
 

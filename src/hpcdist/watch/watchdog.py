@@ -102,6 +102,7 @@ class Watchdog:
     def start(self) -> None:
         self._debug_socket = DebugSocket()
         self._thread.start()
+        self.channel.thread = self._thread.ident or 0
 
     def leave_to_parent(self) -> None:
         """Undo what is this process's, in a forked child, and close what is its parent's: a port that stays open would
@@ -115,7 +116,6 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.channel.thread = threading.get_ident()
         while True:
             try:
                 self._take_in(min(self._next_look, self.channel.push()) - time.monotonic())
@@ -471,12 +471,10 @@ class Watchdog:
         if not self.job_end.is_known:  # else the others know
             news = {"reason": first_line[:1000], "leaves": leaves}
             seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
-            channel, own = self.channel, self.channel.own
-            others = [rank for rank, each in channel.endpoints.items() if each != own]
-            answers = channel.ask(others, "abort", seconds, **news)
-            left_out = dict(enumerate(each for each in channel.left_out if each != own))
-            channel.ask_endpoints(left_out, "abort", NEWS_SECONDS, **news)
-            has_reached_all = len(answers) == len(others) and not left_out
+            others = self.channel.others()
+            living = [rank for rank, each in others.items() if not self.liveness.has_ended(each)]
+            answers = self.channel.ask(living, "abort", seconds, **news)
+            has_reached_all = len(answers) == len(others) and not self.channel.left_out
         self.job_end.note(first_line, leaves)
         return has_reached_all
 

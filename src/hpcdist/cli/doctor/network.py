@@ -83,8 +83,7 @@ def look() -> Facts:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 results = pool.map(lambda target: connect(*target[2:]), targets)
             facts["tried"] = [(*target[:3], result) for target, result in zip(targets, results, strict=True)]
-            channel = RUNNING[0].channel
-            answers = channel.ask_endpoints({each: channel.endpoints[each] for each in others}, "here", SECONDS)
+            answers = RUNNING[0].channel.ask_directly(others, "here", SECONDS)
             facts["answered"] = [keys[each] for each in answers]
         dist.barrier()
     return facts
