@@ -1,9 +1,10 @@
 """Exchange of calls between nodes: finds that ranks of a group on several nodes make different calls.
 
-One rank of each node sends one of the next where it is in each group (``core.call_log``): once a second if it has made
-calls, when it leaves the group, and when MPI has failed. Of two ranks the one that has made more calls compares. One
-that finds a difference sends it to its node and log n others, which do likewise: every rank raises at its next call on
-the group, and a call that goes on is ended as one that is overdue: by ULFM, or with the job.
+One rank of each node sends one of the next where it is in each group (``core.call_log``), which answers where it is
+itself: once a second until that has come as far, when it leaves the group, and when MPI has failed. Of two ranks the
+one that has made more calls compares. One that finds a difference sends it to its node and log n others, which do
+likewise: every rank raises at its next call on the group, and a call that goes on is ended as one that is overdue: by
+ULFM, or with the job.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
-from hpcdist.core.call_log import TELLS, CallLog, CallPosition
-from hpcdist.core.waiting import wait_until
+from hpcdist.core.call_log import CallLog, CallPosition
 from hpcdist.core.world import WORLD
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
@@ -31,7 +32,6 @@ LISTS_SECONDS = 0.3
 ASKED = 64  # members of a group that a look asks
 UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
-TIMES = 3  # how often a place is sent: datagrams may be lost
 RETURN_SECONDS = 1.0  # how long calls have to return after a difference was found
 ENDED_GROUPS = 64  # whose calls are kept for those that end them later
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
@@ -64,30 +64,28 @@ class CallExchange:
 
     def look(self, calls: list[UnderWay]) -> None:
         """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
-        for log in (*self._live(), *self._ended):
-            self._send_failure(log)
         for log in self._live():
             if log.failure is not None:
                 has_waited = time.monotonic() - log.failed_at >= RETURN_SECONDS
                 for each in calls:
                     if has_waited and each.backend.call_log() is log and not each.call.is_message:
                         self._end_call(each, log.failure)
-            elif log.leader == log.rank and (place := log.place()) is not None:
-                number, times = log.sent
-                times = times + 1 if number == place.number else 1
-                if times <= TIMES:
-                    log.sent = place.number, times
-                    self._channel.send([log.ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
+            elif log.leader == log.rank and (place := log.place()) is not None and place.number > log.met:
+                self._send(log, log.neighbours()[:1])
 
-    def _where(self, log: CallLog, is_question: bool) -> Message:
+    def _where(self, log: CallLog) -> Message:
         place = log.place() if log.failure is None else None
-        who = {"group": log.token, "rank": log.rank, "is_question": is_question}
-        return {**who, "place": place, "failure": log.failure}
+        return {"group": log.token, "rank": log.rank, "place": place, "failure": log.failure}
+
+    def _send(self, log: CallLog, ranks: list[int]) -> None:
+        """Send ranks of the group where this one is, and take in where they are."""
+        others = {log.ranks[each]: each for each in ranks}
+        self._channel.send(others, KIND, partial(self._take_all, log, others), **self._where(log))
 
     def _send_failure(self, log: CallLog) -> None:
-        if log.failure is not None and log.tells > 0:
-            log.tells -= 1
-            self._channel.send([log.ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
+        if log.failure is not None and log.tells:
+            log.tells = False
+            self._send(log, log.listeners())
 
     # -- others --------------------------------------------------------------------------------------
 
@@ -97,11 +95,14 @@ class CallExchange:
         if (log := self._find(message["group"])) is None:
             return {}
         self._take(log, message["rank"], message)
-        place = log.place()
-        theirs = None if message["is_question"] else message.get("place")
-        if place is not None and theirs is not None and place.number < theirs[0]:  # the other one can compare
-            self._channel.send([message["from"]], KIND, **self._where(log, False))
-        return self._where(log, False)
+        return self._where(log)
+
+    def _take_all(self, log: CallLog, others: dict[int, int], answers: dict[int, Message]) -> None:
+        """Take in where others are, and how far the next node has come."""
+        for asked, answer in answers.items():
+            self._take(log, others[asked], answer)
+            if others[asked] == log.neighbours()[0] and answer.get("place") is not None:
+                log.met = max(log.met, answer["place"][0])
 
     def _take(self, log: CallLog, rank: int, answer: Message) -> None:
         if answer.get("failure") is not None:
@@ -114,11 +115,9 @@ class CallExchange:
             self._compare_words(log, rank)
 
     def _compare_words(self, log: CallLog, rank: int) -> None:
-        if threading.get_ident() == self._channel.thread and log.is_compared:
-            return  # another thread does it; the watchdog's may not wait: it answers others
-        if not wait_until(lambda: not log.is_compared, 2 * KEPT_SECONDS):
-            return
-        log.is_compared = True
+        may_wait = threading.get_ident() != self._channel.thread  # the watchdog's answers others
+        if not log.comparing.acquire(timeout=2 * KEPT_SECONDS if may_wait else 0):
+            return  # another thread does it
         try:
 
             def kept(block: int) -> Message:
@@ -129,7 +128,7 @@ class CallExchange:
             if failure := log.find(rank, dict(kept(NO_BLOCK)["starts"]), lambda block: kept(block)["words"]):
                 self._fail(log, failure, True)
         finally:
-            log.is_compared = False
+            log.comparing.release()
 
     def _kept(self, message: Message) -> Message:
         """Return what this rank keeps of its calls, and the words of one block."""
@@ -140,7 +139,7 @@ class CallExchange:
 
     def _fail(self, log: CallLog, failure: str, tells: bool) -> None:
         if log.failure is None:
-            log.fail(failure, TELLS if tells else 0)
+            log.fail(failure, tells)
             self._send_failure(log)
 
     # -- at the end of a group, and after MPI has failed -----------------------------------------------
@@ -159,10 +158,9 @@ class CallExchange:
         began, nap = time.monotonic(), SHORTEST_NAP
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
-            answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log, True))
+            answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log))
             self._unanswered = 0 if answers else self._unanswered + 1
-            for asked, answer in answers.items():
-                self._take(log, others[asked], answer)
+            self._take_all(log, others, answers)
             own = log.place()
             late = {
                 each for each, answer in answers.items() if own and answer.get("place") and answer["place"][0] < own[0]

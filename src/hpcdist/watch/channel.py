@@ -210,11 +210,20 @@ class Channel:
         found = ((rank, self.endpoints.get(rank) or self.left_out.get(rank)) for rank in ranks if rank != self.rank)
         return {rank: each for rank, each in found if each is not None and each != self.own}
 
-    def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
-        """Send a message to the others of some ranks once, which may be lost; nothing is waited for."""
-        text, number = json.dumps(self._message(kind, content)).encode(), next(self._numbers)
-        for rank, endpoint in self._find(ranks).items():
-            self._seal_to(endpoint, HEAD.pack(self._sender, number, rank), text)
+    def send(
+        self,
+        ranks: Iterable[int],
+        kind: str,
+        take: Callable[[dict[int, Message]], object] = lambda answers: None,
+        /,
+        **content: Any,
+    ) -> None:
+        """Ask as ``ask`` does, for ``INTEREST_SECONDS``, and do not wait; the thread takes the answers of all."""
+        question = self._question(ranks, kind, content)
+        question.until = time.monotonic() + INTEREST_SECONDS
+        question.done = lambda: take(question.answers)
+        self._questions[secrets.token_hex(8)] = question
+        self._go_on()
 
     def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
         """Ask the others of some ranks, and return the answers that come in time, by rank.
@@ -222,31 +231,40 @@ class Channel:
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
-        asked, relay = self._find(ranks), {"token": secrets.token_hex(8), "numbering": self.numbering}
-        return self._wait(Question(asked, self._message(kind, content), relay), seconds + relay_seconds(len(asked)))
+        question = self._question(ranks, kind, content)
+        return self._wait(question, seconds + relay_seconds(len(question.asked)))
 
     def ask_directly(self, ranks: Iterable[int], kind: str, seconds: float, /) -> dict[int, Message]:
         """Ask as ``ask`` does, but each of the ranks by itself, however many they are."""
-        return self._wait(Question(self._find(ranks), self._message(kind, {}), None), seconds)
+        return self._wait(self._question(ranks, kind, {}, relays=False), seconds)
 
-    def _message(self, kind: str, content: Message) -> Message:
-        """Return a message of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
-        return {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
+    def _question(self, ranks: Iterable[int], kind: str, content: Message, relays: bool = True) -> Question:
+        """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
+        message = {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
+        relay = {"token": secrets.token_hex(8), "numbering": self.numbering} if relays else None
+        return Question(self._find(ranks), message, relay)
 
     def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
         """Wait for the answers to a question, and return those that come in time."""
         all_here, deadline, token = threading.Event(), time.monotonic() + seconds, secrets.token_hex(8)
         question.done, self._questions[token] = all_here.set, question
-        if self.thread not in (0, threading.get_ident()):
-            with suppress(OSError):  # a datagram of no bytes wakes the thread, which may have other work until its next
-                self.socket.sendto(b"", self.targets(self.own)[0])
-            all_here.wait(0 if question.is_answered else seconds)
-        else:
+        if self._go_on():
             while not question.is_answered and (now := time.monotonic()) < deadline:
                 if readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
+        elif not question.is_answered:
+            all_here.wait(seconds)
         del self._questions[token]
         return dict(question.answers)  # the thread may take in another one
+
+    def _go_on(self) -> bool:
+        """Have a new question sent, and tell whether this thread does so itself."""
+        if self.thread in (0, threading.get_ident()):
+            self.push()
+            return True
+        with suppress(OSError):  # a datagram of no bytes wakes the thread, which may have other work until its next
+            self.socket.sendto(b"", self.targets(self.own)[0])
+        return False
 
     def _relay(self, message: Message, reply: Reply) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""

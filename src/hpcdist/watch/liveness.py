@@ -112,7 +112,6 @@ class Liveness:
         self._connections: dict[Endpoint, list[Connection]] = {}
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
-        channel.register("hello", lambda message: channel.send([message["from"]], "here"))
         channel.register("ended", self._note_ended)
         channel.register("here", self._note_here)
         channel.register("all leave", self._note_all_left)
@@ -199,7 +198,7 @@ class Liveness:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.ask(self.channel.endpoints, "here", NEWS_SECONDS, process=self.channel.own.process)
+            self.channel.send(self.channel.endpoints, "here", process=self.channel.own.process)
         self.ended |= ended - {self.channel.own.process}
         return {}
 
@@ -220,8 +219,8 @@ class Liveness:
         if news:
             self._sent |= news
             # a process that gets it lives, and answers
-            channel.send(channel.endpoints.of_processes(news), "ended", processes=sorted(news))
-            channel.ask(self.living(), "ended", NEWS_SECONDS, processes=sorted(news))
+            accused = channel.endpoints.of_processes(news)
+            channel.send([*self.living(), *accused], "ended", processes=sorted(news))
 
     def _look_at_next_node(self) -> None:
         channel, gone = self.channel, self.ended_ranks()
@@ -241,7 +240,7 @@ class Liveness:
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
         if watched and not channel.has_received:
-            channel.send(self._ring[1], "hello")
+            channel.send(self._ring[1], "here")
 
     def _keep(self, endpoints: list[Endpoint]) -> None:
         """Close the connections to all processes but some."""

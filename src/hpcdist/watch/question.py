@@ -82,7 +82,7 @@ class Question:
         self.again = 0.0  # when it is to be sent again to those who have not answered
         self.until = math.inf  # when nobody is interested any more
         self.done: Callable[[], object] = lambda: None  # called once all have answered
-        self._endpoints, self._message, self._relay = asked, message, relay
+        self.asked, self._message, self._relay = asked, message, relay
         relayed = [] if relay is None else sorted(each for each in asked if each >= 0)
         self._missing = parts_of(relayed) | {each: {each} for each in sorted(asked.keys() - set(relayed))}
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
@@ -107,11 +107,11 @@ class Question:
             self._answered.setdefault(rank, now)
             part = self._missing[rank]
             if part == {rank}:
-                found.append((rank, self._endpoints[rank], number, text))
+                found.append((rank, self.asked[rank], number, text))
             else:
                 who = {"from": self._message["from"], "via": self._message["via"]}
                 asks = {"kind": RELAY, **who, "message": self._message, "ranks": runs_of(part), **(self._relay or {})}
-                found.append((rank, self._endpoints[rank], number, json.dumps(asks).encode()))
+                found.append((rank, self.asked[rank], number, json.dumps(asks).encode()))
         self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
         return found
 
@@ -124,7 +124,7 @@ class Question:
 
     def who(self, rank: int, number: int) -> Endpoint | None:
         """Return where the process listens that was asked under a number, and has not answered."""
-        return self._endpoints[rank] if rank in self._missing and number in self._numbers else None
+        return self.asked[rank] if rank in self._missing and number in self._numbers else None
 
     def take(self, rank: int, answer: Message, now: float) -> list[Endpoint]:
         """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
@@ -137,4 +137,4 @@ class Question:
         part.difference_update(taken)
         if not part:
             del self._missing[rank]
-        return [self._endpoints[each] for each in taken]
+        return [self.asked[each] for each in taken]
