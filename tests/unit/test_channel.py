@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 from hpcdist.core.waiting import readable, wait_until
-from hpcdist.watch import channel as channel_module
-from hpcdist.watch import datagrams as module
-from hpcdist.watch.channel import Channel
-from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, key_of, seal
+from hpcdist.watch import channel as module
+from hpcdist.watch.channel import ANSWER, HEAD, QUESTION, TAG_BYTES, Channel, Numbers, key_of, seal
 
 NAMES = {"kind": "name", "from": -1}
 INPUTS = int(os.environ.get("HPCDIST_TEST_FUZZ", "2000"))  # of each kind; 100,000 were tried
@@ -129,13 +127,17 @@ def test_strangers_and_recorded_datagrams_get_no_answer(pair: tuple[Channel, Cha
 
 
 def test_one_look_at_a_flood_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "AT_ONCE", 3)
-    flooded = Channel().socket
+    monkeypatch.setattr(module, "AT_ONCE", 3)
+    flooded, taken = Channel(), list[bytes]()
+    monkeypatch.setattr(flooded, "_take", lambda data, address: taken.append(data))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for number in range(5):
-            stranger.sendto(bytes([number]), ("127.0.0.1", flooded.getsockname()[1]))
-        looks = [[data for data, _ in channel_module.received(flooded)] for _ in range(2)]
-        assert looks == [[b"\0", b"\1", b"\2"], [b"\3", b"\4"]]
+            stranger.sendto(bytes([number]), ("127.0.0.1", flooded.own.port))
+    for expected in ([b"\0", b"\1", b"\2"], [b"\3", b"\4"]):
+        flooded.answer()
+        assert taken == expected
+        taken.clear()
+    flooded.close()
 
 
 def test_an_answer_is_taken_from_the_one_who_was_asked_alone(pair: tuple[Channel, Channel]) -> None:

@@ -16,10 +16,10 @@ from hpcdist.core.printing import aligned_text, printable, sized
 from hpcdist.core.ranks import listed, plural
 from hpcdist.launch import arrival
 from hpcdist.watch import debug_socket, report
-from hpcdist.watch.channel import Channel
-from hpcdist.watch.datagrams import key_of
+from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.liveness import Liveness
+from hpcdist.watch.question import Answers
 
 ANSWER_SECONDS = 1.0
 LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late
@@ -47,7 +47,7 @@ class Picture(NamedTuple):
     late: list[int]  # the ranks that others wait for, or that do not answer
 
 
-def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
+def ask(channel: Channel, ranks: list[int], first: int = -1) -> Answers:
     return channel.ask(ranks, "where", ANSWER_SECONDS, group="", first=first)
 
 
@@ -137,7 +137,7 @@ def span(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
+def tallied(answers: Answers) -> list[tuple[str, ...]]:
     """Return the calls of all ranks by name and line, those that took most time first."""
     sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for answer in answers.values():

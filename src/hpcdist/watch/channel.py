@@ -6,8 +6,13 @@ datagram needs no connection, no central rank, which might be the stopped one, a
 answers it while the main thread is inside MPI or computes. Questions may be lost, so they are repeated until they are
 answered. Another thread that asks something waits until the watchdog's has the answers.
 
-Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group
-(``datagrams``). What is authentic comes from a rank of this job, or from its user, and is not checked any further.
+    | tag: 16 bytes | sender: 8 | number: 8 | index: 4 | JSON |
+
+The tag is BLAKE2b over all that follows, with the key of the rank that is asked, for a question and its answer alike.
+Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group. Nothing is
+parsed before its tag is checked; what is authentic comes from a rank of this job, or from its user, and is not checked
+any further. A sender numbers what it sends, and the receiver drops a number that it has had. An answer repeats the head
+of its question; so a recorded one fits no other.
 
 A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
 """
@@ -21,42 +26,69 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import Any
 
 from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
-from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
-from hpcdist.watch.question import RELAY, Message, Question, expanded, merged, relay_seconds
+from hpcdist.watch.question import RELAY, Answers, Message, Question, expanded, merged, relay_seconds, remember
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
+LARGEST = 60_000  # bytes of JSON in a datagram, under UDP's limit
+WINDOW = 64  # numbers that may arrive out of order
+SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
+TAG_BYTES = 16
+HEAD = Struct(">8sQi")  # sender, number, and whom the sender asks, in its own numbers
+QUESTION, ANSWER = b"question", b"answer"
 AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
 
 Handler = Callable[[Message], "Message | None"]
 
 
-def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
-    """Yield the datagrams that have come, with who sent them; not all if there is a flood of them."""
-    for _ in range(AT_ONCE):
-        try:
-            yield source.recvfrom(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            continue  # news that an earlier datagram did not arrive
+def key_of(secret: str) -> str:
+    """Return the key that a secret of the user's choice stands for."""
+    return blake2b(secret.encode(), digest_size=32).hexdigest()
 
 
-class Reply(NamedTuple):
-    """How and where a question is answered."""
+def tag_of(key: str, way: bytes, content: bytes | memoryview) -> bytes:
+    return blake2b(content, key=bytes.fromhex(key), digest_size=TAG_BYTES, person=way).digest()
 
-    key: str
-    head: bytes
-    address: Any
+
+def seal(key: str, way: bytes, head: bytes, text: bytes) -> bytes:
+    """Return a datagram: what is sent, and before it the tag that only who knows the key can make."""
+    return tag_of(key, way, head + text) + head + text
+
+
+def is_sealed(key: str, way: bytes, data: bytes) -> bool:
+    """Tell whether a datagram was made by ``seal`` with a key, and is a question or an answer."""
+    is_long_enough = len(data) >= TAG_BYTES + HEAD.size
+    return is_long_enough and secrets.compare_digest(tag_of(key, way, data[TAG_BYTES:]), data[:TAG_BYTES])
+
+
+class Numbers:
+    """The numbers that have come from each sender, so that none is taken twice."""
+
+    def __init__(self) -> None:
+        self._had: dict[bytes, tuple[int, int]] = {}  # the highest, and bits for those below it
+
+    def is_new(self, sender: bytes, number: int) -> bool:
+        """Tell whether a number has not come before, and take note of it; one that is too old counts as had."""
+        highest, bits = self._had.get(sender, (0, 0))
+        if number > highest:
+            bits = (bits << min(number - highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            highest = number
+        elif (age := highest - number) >= WINDOW or bits >> age & 1:
+            return False
+        else:
+            bits |= 1 << age
+        remember(self._had, sender, (highest, bits), SENDERS)
+        return True
 
 
 class Channel:
@@ -145,8 +177,14 @@ class Channel:
         self._handlers[kind] = handler
 
     def answer(self) -> None:
-        """Take in the messages that have come, and answer them."""
-        for data, address in received(self.socket):
+        """Take in the datagrams that have come, and answer the questions; not all if there is a flood of them."""
+        for _ in range(AT_ONCE):
+            try:
+                data, address = self.socket.recvfrom(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # news that an earlier datagram did not arrive
             try:
                 self._take(data, address)
             except Exception as error:  # whatever a message holds, this thread goes on
@@ -165,20 +203,19 @@ class Channel:
         message = json.loads(data[TAG_BYTES + HEAD.size :])
         if message["from"] >= 0:  # a rank's
             self._note(*message["via"])
-        reply = Reply(key, head, address)
+        reply = partial(self._reply, key, head, address)
         if message["kind"] == RELAY:
             self._relay(message, reply)
         elif (answer := self._handled(message)) is not None:
-            self._reply(reply, answer)
+            reply(answer)
 
     def _handled(self, message: Message) -> Message | None:
         handler = self._handlers.get(message["kind"])
         return None if handler is None else handler(message)
 
-    def _reply(self, to: Reply, answer: Message) -> None:
-        text = json.dumps(answer).encode()
+    def _reply(self, key: str, head: bytes, address: Any, answer: Message) -> None:
         with suppress(OSError):  # it may be too large for a datagram
-            self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
+            self.socket.sendto(seal(key, ANSWER, head, json.dumps(answer).encode()), address)
 
     def _take_answer(self, question: Question, data: bytes) -> bool:
         """Take in what has come if it answers a question, and tell whether it does."""
@@ -211,54 +248,41 @@ class Channel:
         return {rank: each for rank, each in found if each is not None and each != self.own}
 
     def send(
-        self,
-        ranks: Iterable[int],
-        kind: str,
-        take: Callable[[dict[int, Message]], object] = lambda answers: None,
-        /,
-        **content: Any,
+        self, ranks: Iterable[int], kind: str, take: Callable[[Answers], object] | None = None, /, **content: Any
     ) -> None:
         """Ask as ``ask`` does, for ``INTEREST_SECONDS``, and do not wait; the thread takes the answers of all."""
         question = self._question(ranks, kind, content)
         question.until = time.monotonic() + INTEREST_SECONDS
-        question.done = lambda: take(question.answers)
-        self._questions[secrets.token_hex(8)] = question
-        self._go_on()
+        if take is not None:
+            question.done = lambda: take(question.answers)
+        self._begin(question)
 
-    def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
+    def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> Answers:
         """Ask the others of some ranks, and return the answers that come in time, by rank.
 
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
-        question = self._question(ranks, kind, content)
-        return self._wait(question, seconds + relay_seconds(len(question.asked)))
-
-    def ask_directly(self, ranks: Iterable[int], kind: str, seconds: float, /) -> dict[int, Message]:
-        """Ask as ``ask`` does, but each of the ranks by itself, however many they are."""
-        return self._wait(self._question(ranks, kind, {}, relays=False), seconds)
-
-    def _question(self, ranks: Iterable[int], kind: str, content: Message, relays: bool = True) -> Question:
-        """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
-        message = {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
-        relay = {"token": secrets.token_hex(8), "numbering": self.numbering} if relays else None
-        return Question(self._find(ranks), message, relay)
-
-    def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
-        """Wait for the answers to a question, and return those that come in time."""
-        all_here, deadline, token = threading.Event(), time.monotonic() + seconds, secrets.token_hex(8)
-        question.done, self._questions[token] = all_here.set, question
-        if self._go_on():
+        question, all_here = self._question(ranks, kind, content), threading.Event()
+        seconds += relay_seconds(len(question.asked))
+        deadline, question.done = time.monotonic() + seconds, all_here.set
+        if self._begin(question):
             while not question.is_answered and (now := time.monotonic()) < deadline:
                 if readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
         elif not question.is_answered:
             all_here.wait(seconds)
-        del self._questions[token]
+        del self._questions[question.token]
         return dict(question.answers)  # the thread may take in another one
 
-    def _go_on(self) -> bool:
-        """Have a new question sent, and tell whether this thread does so itself."""
+    def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
+        """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
+        message = {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
+        return Question(self._find(ranks), message, self.numbering)
+
+    def _begin(self, question: Question) -> bool:
+        """Have a question sent, and tell whether this thread does so itself."""
+        self._questions[question.token] = question
         if self.thread in (0, threading.get_ident()):
             self.push()
             return True
@@ -266,15 +290,15 @@ class Channel:
             self.socket.sendto(b"", self.targets(self.own)[0])
         return False
 
-    def _relay(self, message: Message, reply: Reply) -> None:
+    def _relay(self, message: Message, reply: Callable[[Message], None]) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
         token, numbering, asks = message["token"], message["numbering"], message["message"]
         if numbering != self.numbering:
             return
         ranks, has_begun = expanded(message["ranks"]), token in self._questions
         if not has_begun:
-            relay = {"token": token, "numbering": numbering}
-            self._questions[token] = Question(self._find(ranks), {**asks, "via": self.own.origin}, relay)
+            passed_on = {**asks, "via": self.own.origin}
+            self._questions[token] = Question(self._find(ranks), passed_on, numbering, token)
         relayed = self._questions[token]
         relayed.until = time.monotonic() + INTEREST_SECONDS
         relayed.done = partial(self._return, relayed, reply, ranks)
@@ -283,10 +307,10 @@ class Channel:
         if has_begun or relayed.is_answered:
             relayed.done()
 
-    def _return(self, relayed: Question, reply: Reply, wanted: list[int]) -> None:
+    def _return(self, relayed: Question, reply: Callable[[Message], None], wanted: list[int]) -> None:
         """Send what has come of the answers that a relayed question still lacked when it was last asked."""
         for each in merged({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
-            self._reply(reply, each)
+            reply(each)
 
     def push(self) -> float:
         """Send what is due of the questions that wait for answers; return when something is due again.

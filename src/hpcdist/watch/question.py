@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
 RELAY = "relay"  # what such questions are called
 
 Message = dict[str, Any]
+Answers = dict[int, Message]  # by rank
 
 
 def parts_of(ranks: list[int]) -> dict[int, set[int]]:
@@ -51,7 +53,7 @@ def expanded(runs: Iterable[Iterable[int]]) -> list[int]:
     return [rank for first, last in runs for rank in range(first, last + 1)]
 
 
-def merged(answers: dict[int, Message]) -> list[Message]:
+def merged(answers: Answers) -> list[Message]:
     """Return answers as messages that hold equal ones once, each small enough for a datagram."""
     different: dict[str, tuple[Message, list[int]]] = {}
     for rank, answer in answers.items():
@@ -69,6 +71,14 @@ def merged(answers: dict[int, Message]) -> list[Message]:
     return [{"answers": each} for each in replies]
 
 
+def remember(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Set an entry as the youngest one, and drop the oldest if there are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        kept.pop(next(iter(kept)), None)
+
+
 class Question:
     """What is still missing of one question's answers, and whom it is asked of."""
 
@@ -76,15 +86,17 @@ class Question:
         self,
         asked: dict[int, Endpoint],  # by rank; those with negative numbers are asked directly
         message: Message,
-        relay: Message | None,  # what a relayed question holds besides ``message`` and ``ranks``; None to ask directly
+        numbering: str,  # the same on ranks that count the ranks alike
+        token: str = "",  # the same on all ranks that ask it; none yet
     ) -> None:
-        self.answers: dict[int, Message] = {}  # those that have come
+        self.answers: Answers = {}  # those that have come
         self.again = 0.0  # when it is to be sent again to those who have not answered
         self.until = math.inf  # when nobody is interested any more
         self.done: Callable[[], object] = lambda: None  # called once all have answered
-        self.asked, self._message, self._relay = asked, message, relay
-        relayed = [] if relay is None else sorted(each for each in asked if each >= 0)
-        self._missing = parts_of(relayed) | {each: {each} for each in sorted(asked.keys() - set(relayed))}
+        self.asked, self.token = asked, token or secrets.token_hex(8)
+        self._message, self._numbering = message, numbering
+        self._missing = {each: {each} for each in asked if each < 0}
+        self._missing |= parts_of(sorted(asked.keys() - self._missing.keys()))
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
         self._next: dict[int, float] = {}  # when they are asked again
         self._numbers: set[int] = set()  # under which it was sent
@@ -110,7 +122,8 @@ class Question:
                 found.append((rank, self.asked[rank], number, text))
             else:
                 who = {"from": self._message["from"], "via": self._message["via"]}
-                asks = {"kind": RELAY, **who, "message": self._message, "ranks": runs_of(part), **(self._relay or {})}
+                which = {"token": self.token, "numbering": self._numbering, "ranks": runs_of(part)}
+                asks = {"kind": RELAY, **who, **which, "message": self._message}
                 found.append((rank, self.asked[rank], number, json.dumps(asks).encode()))
         self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
         return found

@@ -37,16 +37,15 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import State, UnderWay, under_way
-from hpcdist.watch.channel import Channel
-from hpcdist.watch.datagrams import LARGEST, key_of
+from hpcdist.watch.channel import LARGEST, Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
-from hpcdist.watch.question import Message
+from hpcdist.watch.question import Answers, Message
 from hpcdist.watch.recorder import Recorder
-from hpcdist.watch.report import Answers, Collective, Report, Reports, judge_of
+from hpcdist.watch.report import Collective, Report, Reports, judge_of
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
