@@ -54,23 +54,23 @@ def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, m
     real = Liveness.has_ended
     monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
     liveness.look()
-    assert liveness.ended_ranks() == []
-    assert not liveness.any_ended()
+    assert liveness.gone() == set()
+    assert liveness.living() == list(range(RANKS))
     assert set(asked) == set(liveness.channel.node_peers.values())
-    assert len(asked) == 4 * EACH
+    assert len(asked) == 3 * EACH
 
 
 def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(liveness: Liveness) -> None:
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
-    assert liveness.ended_ranks() == [RANKS - 1]
+    assert liveness.gone() == {RANKS - 1}
     liveness.channel._note(*far.origin)
-    assert liveness.ended_ranks() == []
-    assert not liveness.any_ended()
+    assert liveness.gone() == set()
+    assert liveness.living() == list(range(RANKS))
     liveness._note_ended({"processes": [list(far.process)]})
     liveness.channel.renumber(list(range(RANKS - 1)))
-    assert liveness.ended_ranks() == []
-    assert liveness.any_ended()  # also one that was left out
+    assert liveness.gone() == {-2}  # also one that was left out
+    assert liveness.living() == list(range(RANKS - 1))
     assert list(liveness.channel.node_peers) == list(range(EACH))
 
 
@@ -120,7 +120,7 @@ def pair() -> Iterator[tuple[Liveness, Liveness]]:
 def looks(liveness: Liveness, times: int) -> None:
     """Look at the next node some times."""
     for _ in range(times):
-        liveness._look_at_next_node()
+        liveness._look_at_next_node(liveness.gone())
         time.sleep(0.02)
 
 

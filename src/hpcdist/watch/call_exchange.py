@@ -18,6 +18,7 @@ from functools import partial
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
 from hpcdist.core.call_log import CallLog, CallPosition
+from hpcdist.core.waiting import nap
 from hpcdist.core.world import WORLD
 from hpcdist.watch.calls_under_way import UnderWay
 from hpcdist.watch.channel import Channel
@@ -35,7 +36,7 @@ KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
 RETURN_SECONDS = 1.0  # how long calls have to return after a difference was found
 ENDED_GROUPS = 64  # whose calls are kept for those that end them later
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
-SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
+LONGEST_NAP = 0.02
 
 
 class CallExchange:
@@ -155,7 +156,7 @@ class CallExchange:
             self._ended.append(log)
         self._send_failure(log)
         others = {log.ranks[each]: each for each in log.neighbours()}
-        began, nap = time.monotonic(), SHORTEST_NAP
+        began = time.monotonic()
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
             answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log))
@@ -168,8 +169,7 @@ class CallExchange:
             others = {asked: each for asked, each in others.items() if asked in late}
             if time.monotonic() >= deadline:
                 break
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+            nap(time.monotonic() - began, LONGEST_NAP)
         if log.is_ending:
             self._patience -= time.monotonic() - began
 

@@ -40,7 +40,6 @@ from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, proces
 from hpcdist.watch.question import RELAY, Answers, Message, Question, expanded, merged, relay_seconds, remember
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
-LARGEST = 60_000  # bytes of JSON in a datagram, under UDP's limit
 WINDOW = 64  # numbers that may arrive out of order
 SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
 TAG_BYTES = 16
@@ -114,7 +113,7 @@ class Channel:
         )
         self.keys = [self.own.key]  # of a question to this rank: its own, and the user's if there is one
         self.endpoints = Endpoints({})  # where all ranks listen, by rank
-        self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
+        self.node_peers: dict[int, Endpoint] = {}  # all processes of this node: looked at every second, so kept apart
         self.left_out: dict[int, Endpoint] = {}  # of ranks that the world was shrunk by; their numbers are negative
         self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
@@ -130,9 +129,9 @@ class Channel:
 
     def learn(self, ranks: Iterable[int], endpoints: Iterable[Iterable[Any]]) -> None:
         found = [Endpoint(tuple(where), *rest) for where, *rest in endpoints]
-        self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
         processes = {each.process for each in found}
         self.left_out = {number: each for number, each in self.left_out.items() if each.process not in processes}
+        self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
@@ -142,7 +141,8 @@ class Channel:
 
     def _set(self, endpoints: Mapping[int, Endpoint]) -> None:
         self.endpoints = Endpoints(endpoints)
-        self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
+        everyone = [*sorted(endpoints.items()), *self.left_out.items()]
+        self.node_peers = {number: each for number, each in everyone if self.sees(each)}
         numbers = "".join(f"{rank}:{each.process}:{each.birth}" for rank, each in sorted(endpoints.items()))
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
 

@@ -78,11 +78,11 @@ class Endpoints(Mapping[int, Endpoint]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def of_processes(self, processes: Container[Process]) -> list[int]:
+    def of_processes(self, processes: Container[Process]) -> set[int]:
         """Return the ranks whose processes are among some, without the time that all endpoints would take."""
         machines = [machine for _, machine, *_ in self._places]
         found = enumerate(RECORD.iter_unpack(self._records))
-        return [self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes]
+        return {self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes}
 
 
 @cache

@@ -177,13 +177,13 @@ class Observer:
     """Looks at the other ranks of the job for one that leaves."""
 
     def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
-        self.watchdog, self.backend = watchdog, backend
+        self.channel, self.liveness, self.me, self.backend = watchdog.channel, watchdog.liveness, watchdog.rank, backend
         self.asked = 0  # how many were asked in turn
         self.began = time.monotonic()
 
     def look(self, states: ExitStates) -> Look:
         """Ask the others, also those that the world was shrunk by, and return what is seen."""
-        channel, liveness, me = self.watchdog.channel, self.watchdog.liveness, self.watchdog.rank
+        channel, liveness = self.channel, self.liveness
         may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
         asked |= {number: each for number, each in channel.left_out.items() if each.process not in liveness.left}
@@ -194,24 +194,25 @@ class Observer:
             )
             for rank, answer in answers.items()
             for call in answer["calls"]
-            if rank >= 0 and call["has_asker"] and needs(call, me, may_arrive)
+            if rank >= 0 and call["has_asker"] and needs(call, self.me, may_arrive)
         }
-        stopped = liveness.stopped()
+        stopped, gone = liveness.stopped(), liveness.gone()
         stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
         liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
-        for each in (endpoint for number, endpoint in asked.items() if number not in answers):
-            # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-            may_answer = channel.has_received or channel.sees(each)
-            if may_answer and each not in stopped and not liveness.has_ended(each):
-                stuck.append(f"process {each.pid} on {each.host} does not answer")
-        lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
-        return Look(waits, stuck, lacks_one, bool(self._others()))
+        silent = [each for number, each in asked.items() if number not in answers and number not in gone]
+        # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+        stuck += [
+            f"process {each.pid} on {each.host} does not answer"
+            for each in silent
+            if (channel.has_received or channel.sees(each)) and each not in stopped
+        ]
+        return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""
-        me, liveness, endpoints = self.watchdog.rank, self.watchdog.liveness, self.watchdog.channel.endpoints
-        staying = [rank for rank in liveness.living() if endpoints[rank].process not in liveness.left and rank != me]
-        return sorted(staying, key=lambda rank: (rank < me, rank))
+        left = self.channel.endpoints.of_processes(self.liveness.left)
+        staying = self.channel.endpoints.keys() - self.liveness.gone() - left - {self.me}
+        return sorted(staying, key=lambda rank: (rank < self.me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
         """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
@@ -219,8 +220,7 @@ class Observer:
         Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and sends it to all.
         """
         others = self._others()
-        is_first = self.watchdog.liveness.living()[:1] == [self.watchdog.rank]
-        if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and is_first):
+        if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and self.liveness.living()[0] == self.me):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
@@ -229,9 +229,9 @@ class Observer:
 
     def release_others(self) -> None:
         """Send the other ranks that all leave, if they are so many that they do not ask each other."""
-        first, *others = self.watchdog.liveness.living() or [self.watchdog.rank]
-        if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
-            self.watchdog.channel.ask(others, "all leave", ANSWER_SECONDS)
+        living = self.liveness.living()
+        if len(living) > ASKED_AT_ONCE + 1 and living[0] == self.me:
+            self.channel.ask(living, "all leave", ANSWER_SECONDS)
 
 
 EXIT = ProcessExit()

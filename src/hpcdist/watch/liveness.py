@@ -128,27 +128,23 @@ class Liveness:
         state, birth = process_status(endpoint.pid)
         return "" if birth and endpoint.birth and birth != endpoint.birth else state
 
-    def ended_ranks(self) -> list[int]:
-        """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
-        peers = self.channel.node_peers
-        elsewhere = self.channel.endpoints.of_processes(self.ended) if self.ended else []
-        return [
-            *(rank for rank, each in peers.items() if self.has_ended(each)),
-            *(rank for rank in elsewhere if rank not in peers),
-        ]
+    def gone(self) -> set[int]:
+        """Return the ranks that are known to have ended, and the numbers of such that were left out.
 
-    def any_ended(self) -> bool:
-        """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out.values()))
+        As long as no rank of another node has, only the processes of this node are looked at.
+        """
+        near = {**self.channel.node_peers, **self.channel.left_out}
+        found = {number for number, each in near.items() if self.has_ended(each)}
+        return found.union(self.channel.endpoints.of_processes(self.ended) - near.keys() if self.ended else ())
 
     def living(self) -> list[int]:
         """Return the ranks that, as far as is known, have not ended, in order."""
-        return [rank for rank, each in self.channel.endpoints.items() if not self.has_ended(each)]
+        gone = self.gone()
+        return [rank for rank in self.channel.endpoints if rank not in gone]
 
     def stopped(self) -> list[Endpoint]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        everyone = [*self.channel.node_peers.values(), *self.channel.left_out.values()]
-        return [each for each in everyone if self.channel.sees(each) and self.state(each) in STOPPED]
+        return [each for each in self.channel.node_peers.values() if self.state(each) in STOPPED]
 
     def kill_stopped(self) -> None:
         """Kill the processes of the job that are stopped on this node."""
@@ -208,23 +204,25 @@ class Liveness:
         Those of this node are sent by its lowest rank that is neither gone nor stopped, if there are other nodes; one
         of another node by the rank that saw it.
         """
-        self._look_at_next_node()
-        channel, peers = self.channel, list(self.channel.node_peers.values())
+        channel, gone, peers = self.channel, self.gone(), self.channel.node_peers
+        self._look_at_next_node(gone)
         news = self._found - self._sent
-        if len(peers) < len(channel.endpoints):
-            gone = {each.process for each in peers if self.has_ended(each)} - self._sent
-            first = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None) if gone else None
-            if first is not None and first.pid == channel.own.pid:
-                news |= gone
+        if channel.endpoints.keys() - peers.keys():
+            near = {each.process for number, each in peers.items() if number in gone} - self._sent
+            if (
+                near
+                and next(each.pid for each in peers.values() if self.state(each) not in (*ENDED, *STOPPED))
+                == channel.own.pid
+            ):
+                news |= near
         if news:
             self._sent |= news
             # a process that gets it lives, and answers
             accused = channel.endpoints.of_processes(news)
             channel.send([*self.living(), *accused], "ended", processes=sorted(news))
 
-    def _look_at_next_node(self) -> None:
-        channel, gone = self.channel, self.ended_ranks()
-        made_from = (channel.rank, channel.numbering, *gone)
+    def _look_at_next_node(self, gone: set[int]) -> None:
+        channel, made_from = self.channel, (self.channel.rank, self.channel.numbering, *sorted(gone))
         if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
             self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
         endpoints = channel.endpoints  # another thread may renumber the ranks meanwhile

@@ -15,7 +15,6 @@ A rank that gives no answer is reported as outside the call only if its process 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -204,17 +203,6 @@ class Report(NamedTuple):
             for call in collectives(answer, group)
             if self.ends_all or (call["number"], call["name"]) == (number, name)
         ]
-
-    def truncated(self, size: int) -> Report:
-        """Return the report with no more lines than fit into a datagram, given the bytes that they may take."""
-        kept, room = [], size
-        for line in self.lines:
-            room -= len(json.dumps(line)) + 2
-            if room < 0:
-                kept.append(f"more is in the report of rank {self.reporter}")
-                break
-            kept.append(line)
-        return self._replace(lines=kept)
 
 
 class Reports:

@@ -37,7 +37,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange, Members
 from hpcdist.watch.calls_under_way import State, UnderWay, under_way
-from hpcdist.watch.channel import LARGEST, Channel, key_of
+from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
@@ -340,7 +340,7 @@ class Watchdog:
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
-        if seconds < ENDED_SECONDS or set(self.liveness.ended_ranks()).isdisjoint(each.group.ranks):
+        if seconds < ENDED_SECONDS or self.liveness.gone().isdisjoint(each.group.ranks):
             return each.timeout
         return min(each.timeout, ENDED_SECONDS)
 
@@ -401,7 +401,7 @@ class Watchdog:
 
     def _send_report(self, made: Report, answers: Answers) -> None:
         if receivers := made.receivers(answers):
-            self.channel.ask(receivers, "report", NEWS_SECONDS, report=made.truncated(LARGEST // 2))
+            self.channel.ask(receivers, "report", NEWS_SECONDS, report=made)
 
     def _take_report(self, message: Message) -> Message:
         """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
@@ -471,8 +471,7 @@ class Watchdog:
             news = {"reason": first_line[:1000], "leaves": leaves}
             seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
             others = self.channel.others()
-            living = [rank for rank, each in others.items() if not self.liveness.has_ended(each)]
-            answers = self.channel.ask(living, "abort", seconds, **news)
+            answers = self.channel.ask(others.keys() - self.liveness.gone(), "abort", seconds, **news)
             has_reached_all = len(answers) == len(others) and not self.channel.left_out
         self.job_end.note(first_line, leaves)
         return has_reached_all
