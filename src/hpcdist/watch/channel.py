@@ -282,11 +282,14 @@ class Channel:
 
     def _begin(self, question: Question) -> bool:
         """Have a question sent, and tell whether this thread does so itself."""
-        self._questions[question.token] = question
+        first = question.due(time.monotonic(), self._numbers)
+        self._questions[question.token] = question  # from here on the thread's
+        self._transmit(first)
         if self.thread in (0, threading.get_ident()):
-            self.push()
             return True
-        with suppress(OSError):  # a datagram of no bytes wakes the thread, which may have other work until its next
+        with suppress(
+            OSError
+        ):  # a datagram of no bytes wakes the thread, which repeats the question when it is time to
             self.socket.sendto(b"", self.targets(self.own)[0])
         return False
 
@@ -322,16 +325,16 @@ class Channel:
             if now >= each.until:
                 del self._questions[token]
             elif not each.is_answered:
-                for rank, endpoint, number, text in each.due(now, self._numbers):
-                    self._seal_to(endpoint, HEAD.pack(self._sender, number, rank), text)
+                self._transmit(each.due(now, self._numbers))
                 due = min(due, each.again)
         return due
 
-    def _seal_to(self, endpoint: Endpoint, head: bytes, text: bytes) -> None:
-        data = seal(endpoint.key, QUESTION, head, text)
-        for target in self.targets(endpoint):
-            with suppress(OSError):
-                self.socket.sendto(data, target)
+    def _transmit(self, due: list[tuple[int, Endpoint, int, bytes]]) -> None:
+        for rank, endpoint, number, text in due:
+            data = seal(endpoint.key, QUESTION, HEAD.pack(self._sender, number, rank), text)
+            for target in self.targets(endpoint):
+                with suppress(OSError):
+                    self.socket.sendto(data, target)
 
     def close(self) -> None:
         self.socket.close()

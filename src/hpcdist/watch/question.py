@@ -125,7 +125,9 @@ class Question:
                 which = {"token": self.token, "numbering": self._numbering, "ranks": runs_of(part)}
                 asks = {"kind": RELAY, **who, **which, "message": self._message}
                 found.append((rank, self.asked[rank], number, json.dumps(asks).encode()))
-        self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
+        self.again = (
+            now + PACE_SECONDS if len(late) > FAN else min(map(self._next.__getitem__, self._missing), default=math.inf)
+        )
         return found
 
     def _pass_over(self, now: float) -> None:
