@@ -265,14 +265,15 @@ class Channel:
         """
         question, all_here = self._question(ranks, kind, content), threading.Event()
         seconds += relay_seconds(len(question.asked))
-        deadline, question.done = time.monotonic() + seconds, all_here.set
+        question.until = deadline = time.monotonic() + seconds
+        question.done = all_here.set
         if self._begin(question):
             while not question.is_answered and (now := time.monotonic()) < deadline:
                 if readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
         elif not question.is_answered:
             all_here.wait(seconds)
-        del self._questions[question.token]
+        self._questions.pop(question.token, None)
         return dict(question.answers)  # the thread may take in another one
 
     def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
@@ -323,7 +324,7 @@ class Channel:
         now, due = time.monotonic(), math.inf
         for token, each in list(self._questions.items()):
             if now >= each.until:
-                del self._questions[token]
+                self._questions.pop(token, None)
             elif not each.is_answered:
                 self._transmit(each.due(now, self._numbers))
                 due = min(due, each.again)
