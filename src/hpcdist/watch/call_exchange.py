@@ -47,8 +47,11 @@ class CallExchange:
         self._ended: deque[CallLog] = deque(maxlen=ENDED_GROUPS)
         self._patience = PATIENCE
         self._unanswered = 0  # questions in a row
-        self._channel.register(KIND, self._answer)
-        self._channel.register(KEPT_KIND, self._kept)
+        self._made: set[tuple[int, ...]] = set()  # the groups that were being made at the last look
+        self._lasting: set[tuple[int, ...]] = set()  # and still are
+        channel.register(KIND, self._answer)
+        channel.register(KEPT_KIND, self._kept)
+        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
         hooks.compare_calls = self.compare
 
     def _live(self) -> Iterator[CallLog]:
@@ -65,6 +68,7 @@ class CallExchange:
 
     def look(self, calls: list[UnderWay]) -> None:
         """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
+        self._compare_making(calls)
         for log in self._live():
             if log.failure is not None:
                 has_waited = time.monotonic() - log.failed_at >= RETURN_SECONDS
@@ -173,39 +177,25 @@ class CallExchange:
         if log.is_ending:
             self._patience -= time.monotonic() - began
 
+    # -- groups that only their members make (MPI_Comm_create_group) -----------------------------------
 
-class Members:
-    """Comparison of the lists of ranks of groups that are made by their members only (MPI_Comm_create_group).
+    def _compare_making(self, calls: list[UnderWay]) -> None:
+        """Compare the groups whose making lasts with those that their members make.
 
-    Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
-    ranks that make another group. A call that lasts is compared with those of its other members, once a second.
-    """
-
-    def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
-        self._channel, self._end_call = channel, end_call
-        self._before: set[tuple[int, ...]] = set()  # those that were being made at the last look
-        self._lasting: set[tuple[int, ...]] = set()  # and still are
-        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
-
-    def look(self, calls: list[UnderWay]) -> None:
-        """Compare the groups whose making lasts with those that their members make."""
-        made = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}
-        self._lasting, self._before = made & self._before, made
+        Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
+        ranks that make another group.
+        """
+        made, me = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}, self._channel.rank
+        self._lasting, self._made = made & self._made, made
         for mine in self._lasting:
-            if (failure := self._difference(mine)) is not None:
-                for each in calls:
-                    if each.call.name == "create_group" and list(mine) in each.group.making:
-                        self._end_call(each, failure)
-
-    def _difference(self, mine: tuple[int, ...]) -> str | None:
-        me = self._channel.rank
-        if me not in mine:  # ranks have other numbers since
-            return None
-        at = mine.index(me)
-        others = [*mine[at + 1 :], *mine[:at]][:ASKED]
-        answers = self._channel.ask(others, LISTS_KIND, LISTS_SECONDS)
-        for other, answer in answers.items():
-            theirs = {tuple(each) for each in answer["lists"] if me in each}
-            if mine not in theirs and (different := theirs - self._before):
-                return lists_differ(me, mine, other, min(different))
-        return None
+            if me not in mine:  # ranks have other numbers since
+                continue
+            at = mine.index(me)
+            others = [*mine[at + 1 :], *mine[:at]][:ASKED]
+            for other, answer in self._channel.ask(others, LISTS_KIND, LISTS_SECONDS).items():
+                theirs = {tuple(each) for each in answer["lists"] if me in each}
+                if mine not in theirs and (different := theirs - made):
+                    failure = lists_differ(me, mine, other, min(different))
+                    for each in calls:
+                        if each.call.name == "create_group" and list(mine) in each.group.making:
+                            self._end_call(each, failure)

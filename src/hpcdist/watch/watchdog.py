@@ -35,7 +35,7 @@ from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_exchange import CallExchange, Members
+from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.calls_under_way import State, UnderWay, under_way
 from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
@@ -91,7 +91,6 @@ class Watchdog:
         register("report", self._take_report)
         register("abort", self._note_abort)
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self._members = Members(self.channel, self.end_call)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
@@ -178,7 +177,6 @@ class Watchdog:
             if not self.leaving and WORLD.default is not None:
                 self.liveness.look()
             self.call_exchange.look(self.under_way())
-            self._members.look(self.under_way())
         calls = [each for each in self.under_way() if each.group.size() > 1]
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
