@@ -37,7 +37,7 @@ from typing import Any
 from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
-from hpcdist.watch.question import RELAY, Answers, Message, Question, expanded, merged, relay_seconds, remember
+from hpcdist.watch.question import Answers, Message, Question, expanded, merged, relay_seconds, remember
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
 WINDOW = 64  # numbers that may arrive out of order
@@ -204,7 +204,7 @@ class Channel:
         if message["from"] >= 0:  # a rank's
             self._note(*message["via"])
         reply = partial(self._reply, key, head, address)
-        if message["kind"] == RELAY:
+        if "ranks" in message:
             self._relay(message, reply)
         elif (answer := self._handled(message)) is not None:
             reply(answer)
@@ -273,18 +273,19 @@ class Channel:
                     self.answer()
         elif not question.is_answered:
             all_here.wait(seconds)
-        self._questions.pop(question.token, None)
+        self._questions.pop(question.message["token"], None)
         return dict(question.answers)  # the thread may take in another one
 
     def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
         """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
-        message = {"kind": kind, "from": self.rank, "via": self.own.origin, **content}
-        return Question(self._find(ranks), message, self.numbering)
+        head = {"kind": kind, "from": self.rank, "via": self.own.origin}
+        which = {"token": secrets.token_hex(8), "numbering": self.numbering}
+        return Question(self._find(ranks), {**head, **which, **content})
 
     def _begin(self, question: Question) -> bool:
         """Have a question sent, and tell whether this thread does so itself."""
         first = question.due(time.monotonic(), self._numbers)
-        self._questions[question.token] = question  # from here on the thread's
+        self._questions[question.message["token"]] = question  # from here on the thread's
         self._transmit(first)
         if self.thread in (0, threading.get_ident()):
             return True
@@ -296,17 +297,16 @@ class Channel:
 
     def _relay(self, message: Message, reply: Callable[[Message], None]) -> None:
         """Ask other ranks what a rank asks all of them, or return what they have answered since."""
-        token, numbering, asks = message["token"], message["numbering"], message["message"]
-        if numbering != self.numbering:
+        if message["numbering"] != self.numbering:
             return
-        ranks, has_begun = expanded(message["ranks"]), token in self._questions
+        ranks, token = expanded(message.pop("ranks")), message["token"]
+        has_begun = token in self._questions
         if not has_begun:
-            passed_on = {**asks, "via": self.own.origin}
-            self._questions[token] = Question(self._find(ranks), passed_on, numbering, token)
+            self._questions[token] = Question(self._find(ranks), {**message, "via": self.own.origin})
         relayed = self._questions[token]
         relayed.until = time.monotonic() + INTEREST_SECONDS
         relayed.done = partial(self._return, relayed, reply, ranks)
-        if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
+        if not has_begun and self.rank in ranks and (own := self._handled(message)) is not None:
             relayed.answers[self.rank] = own
         if has_begun or relayed.is_answered:
             relayed.done()

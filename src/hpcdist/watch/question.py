@@ -5,17 +5,16 @@
             └─ …
 
 So no rank sends or receives more than ``FAN`` datagrams at a time, and one question to N ranks takes log N steps. A
-rank that is asked to relay a question asks its part of the ranks in the same way, and returns their answers, equal ones
-once for all ranks that have given them. It is asked again four times a second for those that are missing, and returns
-what it has by then. So a slow rank delays no other, and a relay that answers nothing for a while is passed over: its
-part of the ranks is asked without it.
+rank that gets a question with ``ranks`` asks those in the same way, and returns their answers, equal ones once for all
+ranks that have given them. It is asked again four times a second for those that are missing, and returns what it has by
+then. So a slow rank delays no other, and a relay that answers nothing for a while is passed over: its part of the ranks
+is asked without it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,6 @@ PACE_SECONDS = 1 / 64  # between two times that a rank sends to ``FAN`` others
 SILENT_SECONDS = 0.6  # after so long without an answer a relay is passed over
 STEP_SECONDS = 0.75  # in which a relay is found silent, and others are asked in its place
 REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
-
-RELAY = "relay"  # what such questions are called
 
 Message = dict[str, Any]
 Answers = dict[int, Message]  # by rank
@@ -82,19 +79,12 @@ def remember(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
 class Question:
     """What is still missing of one question's answers, and whom it is asked of."""
 
-    def __init__(
-        self,
-        asked: dict[int, Endpoint],  # by rank; those with negative numbers are asked directly
-        message: Message,
-        numbering: str,  # the same on ranks that count the ranks alike
-        token: str = "",  # the same on all ranks that ask it; none yet
-    ) -> None:
+    def __init__(self, asked: dict[int, Endpoint], message: Message) -> None:
+        self.asked, self.message = asked, message  # by rank; those with negative numbers are asked directly
         self.answers: Answers = {}  # those that have come
         self.again = 0.0  # when it is to be sent again to those who have not answered
         self.until = math.inf  # when nobody is interested any more
         self.done: Callable[[], object] = lambda: None  # called once all have answered
-        self.asked, self.token = asked, token or secrets.token_hex(8)
-        self._message, self._numbering = message, numbering
         self._missing = {each: {each} for each in asked if each < 0}
         self._missing |= parts_of(sorted(asked.keys() - self._missing.keys()))
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
@@ -112,19 +102,13 @@ class Question:
         self._pass_over(now)
         late = [rank for rank in self._missing if now >= self._next.get(rank, now)]
         self._numbers.add(number := next(numbers))
-        text = json.dumps(self._message).encode()
         found = []
         for rank in late[:FAN]:
             self._next[rank] = now + AGAIN_SECONDS
             self._answered.setdefault(rank, now)
             part = self._missing[rank]
-            if part == {rank}:
-                found.append((rank, self.asked[rank], number, text))
-            else:
-                who = {"from": self._message["from"], "via": self._message["via"]}
-                which = {"token": self.token, "numbering": self._numbering, "ranks": runs_of(part)}
-                asks = {"kind": RELAY, **who, **which, "message": self._message}
-                found.append((rank, self.asked[rank], number, json.dumps(asks).encode()))
+            passes_on = {} if part == {rank} else {"ranks": runs_of(part)}
+            found.append((rank, self.asked[rank], number, json.dumps({**self.message, **passes_on}).encode()))
         self.again = (
             now + PACE_SECONDS if len(late) > FAN else min(map(self._next.__getitem__, self._missing), default=math.inf)
         )
