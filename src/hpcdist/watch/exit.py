@@ -30,7 +30,6 @@ from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
-LONGEST_LOOK = 30.0  # with the pause before it
 LACKING_PAUSE = 1.0  # the longest if a process has ended
 BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
 LONGEST_NAP = 0.02
@@ -70,12 +69,8 @@ class ExitStates:
         self.reason = ""  # why the job is to be aborted
         self.last = Look({}, [], False, True)
         self._moved = now  # when no process was stuck, last
-        self._looked = now  # when the last look was
 
     def decide(self, look: Look, now: float) -> Decision:
-        if now - self._looked > LONGEST_LOOK:  # this process stood still: the job was suspended
-            self._moved += now - self._looked
-        self._looked = now
         if lasting := [text for key, text in look.waits.items() if key in self.last.waits]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
             return Decision.END
@@ -132,10 +127,10 @@ class ProcessExit:
         membership = self.backend.membership
         if membership is None or (everyone_leaves := membership.exit_barrier()) is None:
             return
-        states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
+        states, observer = ExitStates(self.limit, watchdog.clock()), Observer(watchdog, self.backend)
         while not wait_until(everyone_leaves, states.pause, longest=LONGEST_NAP):
             look = observer.look(states)
-            decision = states.decide(look, time.monotonic())
+            decision = states.decide(look, watchdog.clock())
             if decision in (Decision.ABORT, Decision.END):
                 watchdog.dump()
                 if decision is Decision.ABORT:

@@ -140,13 +140,12 @@ class Meeting:
     """
 
     def __init__(self, backend: Backend, limit: float, since: float, lost: int) -> None:
-        self.backend, self._limit = backend, limit  # of all of them
-        self.since = since
+        self.backend, self._limit, self._since = backend, limit, since  # of all of them
         self._lost = lost  # how many fewer they are than the job was started with
 
     def look(self, liveness: Liveness, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
-        seconds, others = now - self.since, liveness.channel.others().values()
+        seconds, others = now - self._since, liveness.channel.others().values()
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()
         if any(each.process in liveness.left for each in others):

@@ -80,6 +80,7 @@ class Watchdog:
         self._found: list[UnderWay] = []  # the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
+        self._stood_still = 0.0  # seconds
         self._next_look = 0.0
         self._next_second = 0.0  # when what is done once a second is due
         self._failures: set[str] = set()  # of this thread, that were reported
@@ -142,11 +143,9 @@ class Watchdog:
         debug_socket, began = self._debug_socket, time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
+            self._stood_still += late
             for each in self.calls:
                 each.first_seen += late
-            meeting = self.meeting
-            if meeting is not None:
-                meeting.since += late
         if any(each in ready for each in debug_socket.sockets):
             slurm_job = os.environ.get(SLURM_JOB, "")
             debug_socket.answer(JobRank(self.channel.own, self.rank, self.recorder.name, program(), slurm_job))
@@ -156,6 +155,10 @@ class Watchdog:
         if self.channel.socket in ready:
             self.channel.answer()
             self.dump_if_due(OTHERS_TRACE_SECONDS)
+
+    def clock(self) -> float:
+        """Return the seconds on a clock that stands still with this process, as its job is suspended."""
+        return time.monotonic() - self._stood_still
 
     def tick(self) -> float:
         """Return the seconds to the next look: a part of the shortest timeout."""
@@ -169,7 +172,7 @@ class Watchdog:
         self.inspection.look(now)
         self.job_end.look(now)
         meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(self.liveness, now)):
+        if meeting is not None and (reason := meeting.look(self.liveness, self.clock())):
             self.abort(meeting.backend, reason)
         self._end_failed()
         if now >= self._next_second:
