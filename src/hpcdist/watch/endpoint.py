@@ -29,6 +29,9 @@ class Endpoint(NamedTuple):
     node_key: str  # ``environment.node_key``
     host: str
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
     @property
     def process(self) -> Process:
         """What names the process on all nodes, however its rank is numbered."""

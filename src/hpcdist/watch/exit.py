@@ -192,15 +192,12 @@ class Observer:
             if rank >= 0 and call["has_asker"] and needs(call, self.me, may_arrive)
         }
         stopped, gone = liveness.stopped(), liveness.gone()
-        stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
+        stuck = [f"{each} is stopped" for each in stopped]
         liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
         silent = [each for number, each in asked.items() if number not in answers and number not in gone]
         # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-        stuck += [
-            f"process {each.pid} on {each.host} does not answer"
-            for each in silent
-            if (channel.has_received or channel.sees(each)) and each not in stopped
-        ]
+        silent = [each for each in silent if (channel.has_received or channel.sees(each)) and each not in stopped]
+        stuck += [f"{each} does not answer" for each in silent]
         return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
     def _others(self) -> list[int]:

@@ -153,7 +153,7 @@ class Meeting:
         if seconds >= UNKNOWN_SECONDS:
             gone = [each for each in others if liveness.has_ended(each)]
             if len(gone) > self._lost + len(self.backend.faults.failed()):
-                which = ", ".join(f"process {each.pid} on {each.host}" for each in gone)
+                which = ", ".join(map(str, gone))
                 return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"
         if seconds >= self._limit:
             return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"

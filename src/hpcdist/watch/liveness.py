@@ -170,7 +170,7 @@ class Liveness:
         state = "" if self.has_ended(endpoint) else state
         if state not in PROCESS_STATES and not self.channel.has_received:
             return NOBODY_ANSWERS
-        return f"{PROCESS_STATES.get(state, NO_ANSWER)} (process {endpoint.pid} on {endpoint.host})"
+        return f"{PROCESS_STATES.get(state, NO_ANSWER)} ({endpoint})"
 
     # -- what is found out and sent --------------------------------------------------------------------
 
