@@ -276,7 +276,9 @@ MUTANTS = [
         ("parts_of(sorted(part - {rank}))", "{}"),
         ("for rank in late[:FAN]:", "for rank in late:"),
     ),
-    *Lines(f"{WATCH}/channel.py", "unit/test_many_ranks.py").broken(("if numbering != self.numbering:", "if False:")),
+    *Lines(f"{WATCH}/channel.py", "unit/test_many_ranks.py").broken(
+        ('if message["numbering"] != self.numbering:', "if False:")
+    ),
     # -- stores
     *Lines("stores/keep_alive.py", "stores/test_keep_alive.py:stays_kept").broken(
         ("sys.getrefcount(looked_at[0]) > _OWN or ", "")

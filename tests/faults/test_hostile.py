@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.watch.datagrams import HEAD, QUESTION, key_of, seal
+from hpcdist.watch.channel import HEAD, QUESTION, key_of, seal
 from hpcdist.watch.debug_socket import PREFIX
 from hpcdist.watch.endpoint import Endpoint
 from tests.faults.launch import FIRST, HERE, Job

@@ -125,8 +125,8 @@ def test_who_speaks_to_whom():
 def test_a_failure_raises_at_each_check(ranks):
     log = ranks[0].log
     log.check()
-    log.fail("first", 4)
-    log.fail("second", 4)
+    log.fail("first", True)
+    log.fail("second", True)
     assert not log.was_raised
     for _ in range(2):
         with pytest.raises(CallsDifferError, match="first"):

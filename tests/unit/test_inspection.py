@@ -26,7 +26,7 @@ def test_calls_are_timed_from_the_first_question_until_nobody_asks_any_more():
 
 
 def test_endpoints_are_told_in_parts_that_fit():
-    endpoint = Endpoint(("10.0.0.1",), 1, 2, "key", "sender", 0, "birth", "machine", "", "host")
+    endpoint = Endpoint(("10.0.0.1",), 1, 2, "key", 0, "birth", "machine", "", "host")
     endpoints = {rank: endpoint._replace(pid=rank) for rank in range(ENDPOINTS + 3)}
     made, known = Inspection(), {}
     while len(known) < len(endpoints):

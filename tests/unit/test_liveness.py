@@ -39,9 +39,7 @@ def liveness() -> Iterator[Liveness]:
     endpoints = [
         (own if rank == 0 else parent)
         if rank < EACH
-        else own._replace(
-            machine=f"machine {rank // EACH}", addresses=("192.0.2.1",), port=9, sender=f"{rank:016x}", pid=rank
-        )
+        else own._replace(machine=f"machine {rank // EACH}", addresses=("192.0.2.1",), port=9, pid=rank)
         for rank in range(RANKS)
     ]
     channel.learn(range(RANKS), endpoints)
@@ -56,32 +54,32 @@ def test_a_look_asks_only_about_the_processes_of_this_node(liveness: Liveness, m
     real = Liveness.has_ended
     monkeypatch.setattr(Liveness, "has_ended", lambda self, each: asked.append(each) or real(self, each))
     liveness.look()
-    assert liveness.ended_ranks() == []
-    assert not liveness.any_ended()
+    assert liveness.gone() == set()
+    assert liveness.living() == list(range(RANKS))
     assert set(asked) == set(liveness.channel.node_peers.values())
-    assert len(asked) == 4 * EACH
+    assert len(asked) == 3 * EACH
 
 
 def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(liveness: Liveness) -> None:
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
-    assert liveness.ended_ranks() == [RANKS - 1]
-    liveness.channel._note(far)
-    assert liveness.ended_ranks() == []
-    assert not liveness.any_ended()
+    assert liveness.gone() == {RANKS - 1}
+    liveness.channel._note(*far.origin)
+    assert liveness.gone() == set()
+    assert liveness.living() == list(range(RANKS))
     liveness._note_ended({"processes": [list(far.process)]})
     liveness.channel.renumber(list(range(RANKS - 1)))
-    assert liveness.ended_ranks() == []
-    assert liveness.any_ended()  # also one that was left out
+    assert liveness.gone() == {-2}  # also one that was left out
+    assert liveness.living() == list(range(RANKS - 1))
     assert list(liveness.channel.node_peers) == list(range(EACH))
 
 
 def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(liveness: Liveness) -> None:
     channel = liveness.channel
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(channel.endpoints[1])  # a rank of this node says nothing about the others
+    channel._note(*channel.endpoints[1].origin)  # a rank of this node says nothing about the others
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(channel.endpoints[EACH])
+    channel._note(*channel.endpoints[EACH].origin)
     assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
     assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
     assert liveness.judge(RANKS - 1, "T").startswith(PROCESS_STATES["T"])
@@ -122,7 +120,7 @@ def pair() -> Iterator[tuple[Liveness, Liveness]]:
 def looks(liveness: Liveness, times: int) -> None:
     """Look at the next node some times."""
     for _ in range(times):
-        liveness._look_at_next_node()
+        liveness._look_at_next_node(liveness.gone())
         time.sleep(0.02)
 
 

@@ -253,12 +253,6 @@ def test_a_process_that_goes_on_starts_the_limit_again() -> None:
     assert states.decide(stuck, 19.5) is Decision.ABORT
 
 
-def test_the_time_in_which_the_process_stood_still_does_not_count_at_its_exit() -> None:
-    stuck = CALM._replace(stuck=["process 12 on n2 does not answer"])  # it was woken a moment later
-    states = ExitStates(LIMIT, 0.0)
-    assert set(exit_after(states, [(1.0, CALM), (3600.0, stuck), (3601.0, CALM)])) == {Decision.WAIT}
-
-
 def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
     alone = Look({}, [], True, False)
     states = ExitStates(LIMIT, 0.0)
@@ -276,7 +270,7 @@ def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:
 
 
 def endpoints(nodes: str) -> dict[int, Endpoint]:
-    return {rank: Endpoint((), 0, 0, "", "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
+    return {rank: Endpoint((), 0, 0, "", rank, "", node, "", node) for rank, node in enumerate(nodes)}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aab", "abb", "abcd", "abcabc", "aaaabc", "abbbbbbb"])

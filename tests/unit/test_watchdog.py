@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,3 +89,13 @@ def test_a_call_made_after_a_ctrl_c_that_the_program_has_caught_is_left_alone(
     assert watchdog._found == [call]
     watchdog._on_signal(HANDLED)
     assert watchdog._found == []
+
+
+def test_the_time_in_which_the_process_stood_still_does_not_count(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog._debug_socket = SimpleNamespace(sockets=[])  # type: ignore[assignment]
+    monkeypatch.setattr(module, "readable", lambda sources, seconds: time.sleep(1.2) or [])
+    before = watchdog.clock()
+    watchdog._take_in(0.0)
+    assert watchdog.clock() - before < 0.5

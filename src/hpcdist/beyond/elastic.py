@@ -368,7 +368,7 @@ class ElasticJob:
         for watchdog in RUNNING:
             limit = max(self._timeout.total_seconds(), least)
             lost = self._started - self._everyone.size
-            watchdog.meeting = Meeting(self._everyone, limit, time.monotonic(), lost)
+            watchdog.meeting = Meeting(self._everyone, limit, watchdog.clock(), lost)
         try:
             yield
         finally:

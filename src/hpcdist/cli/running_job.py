@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
@@ -15,10 +16,10 @@ from hpcdist.core.printing import aligned_text, printable, sized
 from hpcdist.core.ranks import listed, plural
 from hpcdist.launch import arrival
 from hpcdist.watch import debug_socket, report
-from hpcdist.watch.channel import Channel
-from hpcdist.watch.datagrams import key_of
+from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.liveness import Liveness
+from hpcdist.watch.question import Answers
 
 ANSWER_SECONDS = 1.0
 LATE_SECONDS = 1.0  # seconds that others wait in a call before the ranks that have not entered it are called late
@@ -46,7 +47,7 @@ class Picture(NamedTuple):
     late: list[int]  # the ranks for which others wait, or which do not answer
 
 
-def ask(channel: Channel, ranks: list[int], first: int = -1) -> report.Answers:
+def ask(channel: Channel, ranks: list[int], first: int = -1) -> Answers:
     return channel.ask(ranks, "where", ANSWER_SECONDS, group="", first=first)
 
 
@@ -97,7 +98,7 @@ def at(address: str) -> Job:
     secret, (host, _, port) = os.environ.get(debug_socket.SECRET_VARIABLE, ""), address.rpartition(":")
     if not secret:
         raise ConnectionError(f"set {debug_socket.SECRET_VARIABLE} here to what it was when the job started")
-    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), "", 0, "", "", "", host), True)
+    return join(address, 0, Endpoint((host,), int(port), 0, key_of(secret), 0, "", "", "", host), True)
 
 
 def look(job: Job) -> Picture:
@@ -136,8 +137,8 @@ def span(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def tallied(answers: report.Answers) -> list[tuple[str, ...]]:
-    """Return the calls of all ranks by name and line, those with the most time first."""
+def tallied(answers: Answers) -> list[tuple[str, ...]]:
+    """Return the calls of all ranks by name and line, those that took most time first."""
     sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for answer in answers.values():
         for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:
@@ -185,13 +186,15 @@ def as_html(picture: Picture, seconds: float | None) -> str:
 def serve(job: Job, port: int, seconds: float) -> None:
     """Serve the page on this machine's loopback address, at a secret path that is printed, until Ctrl-C."""
     path = f"/{secrets.token_urlsafe(16)}"
+    looking = Lock()  # each request has a thread, and one at a time may ask
 
     class Page(BaseHTTPRequestHandler):
         """The page, which shows the job at the time of each request."""
 
         def do_GET(self) -> None:
             is_known = secrets.compare_digest(self.path.encode(), path.encode())
-            text = as_html(look(job), seconds).encode() if is_known else b""
+            with looking:
+                text = as_html(look(job), seconds).encode() if is_known else b""
             self.send_response(200 if is_known else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(text)))

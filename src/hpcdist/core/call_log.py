@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,7 +25,6 @@ BLOCK = 32  # calls: half of the ring
 KEPT = 256  # blocks
 MODULUS = 1 << 64
 NEW_KINDS = 128
-TELLS = 4  # how often a failure is sent: datagrams may be lost
 
 Words = tuple[bytes, bytes]  # of some calls in order: the first ones, and the second ones
 Read = tuple[list[int], list[int]]  # the same as numbers
@@ -81,12 +81,12 @@ class CallLog:
         self.is_ending = False  # whether this rank makes no more calls
         self.failure: str | None = None  # why the group takes no more calls: the difference that was found
         self.was_raised = False  # whether this rank has raised it
-        self.failed_at = 0.0  # when it was found, or received
-        self.tells = 0  # how often this rank still has to send it
+        self.failed_at = 0.0  # when it was found, or told
+        self.tells = False  # whether this rank still has to send it to others
         # of the exchange
         self.ranks: Sequence[int] = ()  # the group's, as the world counts them
-        self.sent = (-1, 0)  # up to which number calls were sent to another node, and how often
-        self.is_compared = False  # whether a thread compares its words with another rank's
+        self.met = -1  # the number up to which the next node is known to have come
+        self.comparing = Lock()  # held while a thread compares its words with another rank's
 
     # -- this rank's calls -----------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class CallLog:
             self.was_raised = True
             raise CallsDifferError(self.failure)
 
-    def fail(self, failure: str, tells: int) -> None:
-        """Record that calls differ; ``tells`` as the attribute."""
+    def fail(self, failure: str, tells: bool) -> None:
+        """Take note that calls differ; ``tells`` as the attribute."""
         if self.failure is None:
             self.failure, self.tells, self.failed_at = failure, tells, time.monotonic()
 

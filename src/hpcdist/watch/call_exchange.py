@@ -1,9 +1,10 @@
 """Exchange of calls between nodes: finds that ranks of a group on several nodes make different calls.
 
-One rank of each node sends one of the next where it is in each group (``core.call_log``): once a second if it has made
-calls, when it leaves the group, and when MPI has failed. Of two ranks the one that has made more calls compares. One
-that finds a difference sends it to its node and log n others, which do likewise: every rank raises at its next call on
-the group, and a call that goes on is ended as one that is overdue: by ULFM, or with the job.
+One rank of each node sends one of the next where it is in each group (``core.call_log``), which answers where it is
+itself: once a second until that has come as far, when it leaves the group, and when MPI has failed. Of two ranks the
+one that has made more calls compares. One that finds a difference sends it to its node and log n others, which do
+likewise: every rank raises at its next call on the group, and a call that goes on is ended as one that is overdue: by
+ULFM, or with the job.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
-from hpcdist.core.call_log import TELLS, CallLog, CallPosition
-from hpcdist.core.waiting import wait_until
+from hpcdist.core.call_log import CallLog, CallPosition
+from hpcdist.core.waiting import nap
 from hpcdist.core.world import WORLD
 from hpcdist.watch.calls_under_way import MAKING, UnderWay
 from hpcdist.watch.channel import Channel
@@ -31,11 +33,10 @@ LISTS_SECONDS = 0.3
 ASKED = 64  # members of a group that a look asks
 UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
 KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
-TIMES = 3  # how often a place is sent: datagrams may be lost
 RETURN_SECONDS = 1.0  # how long calls have to return after a difference was found
 ENDED_GROUPS = 64  # whose calls are kept for those that end them later
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
-SHORTEST_NAP, LONGEST_NAP = 0.0005, 0.02
+LONGEST_NAP = 0.02
 
 
 class CallExchange:
@@ -46,8 +47,11 @@ class CallExchange:
         self._ended: deque[CallLog] = deque(maxlen=ENDED_GROUPS)
         self._patience = PATIENCE
         self._unanswered = 0  # questions in a row
-        self._channel.register(KIND, self._answer)
-        self._channel.register(KEPT_KIND, self._kept)
+        self._made: set[tuple[int, ...]] = set()  # the groups that were being made at the last look
+        self._lasting: set[tuple[int, ...]] = set()  # and still are
+        channel.register(KIND, self._answer)
+        channel.register(KEPT_KIND, self._kept)
+        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
         hooks.compare_calls = self.compare
 
     def _live(self) -> Iterator[CallLog]:
@@ -64,30 +68,29 @@ class CallExchange:
 
     def look(self, calls: list[UnderWay]) -> None:
         """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
-        for log in (*self._live(), *self._ended):
-            self._send_failure(log)
+        self._compare_making(calls)
         for log in self._live():
             if log.failure is not None:
                 has_waited = time.monotonic() - log.failed_at >= RETURN_SECONDS
                 for each in calls:
                     if has_waited and each.backend.call_log() is log and not each.call.is_message:
                         self._end_call(each, log.failure)
-            elif log.leader == log.rank and (place := log.place()) is not None:
-                number, times = log.sent
-                times = times + 1 if number == place.number else 1
-                if times <= TIMES:
-                    log.sent = place.number, times
-                    self._channel.send([log.ranks[log.neighbours()[0]]], KIND, **self._where(log, False))
+            elif log.leader == log.rank and (place := log.place()) is not None and place.number > log.met:
+                self._send(log, log.neighbours()[:1])
 
-    def _where(self, log: CallLog, is_question: bool) -> Message:
+    def _where(self, log: CallLog) -> Message:
         place = log.place() if log.failure is None else None
-        who = {"group": log.token, "rank": log.rank, "is_question": is_question}
-        return {**who, "place": place, "failure": log.failure}
+        return {"group": log.token, "rank": log.rank, "place": place, "failure": log.failure}
+
+    def _send(self, log: CallLog, ranks: list[int]) -> None:
+        """Send ranks of the group where this one is, and take in where they are."""
+        others = {log.ranks[each]: each for each in ranks}
+        self._channel.send(others, KIND, partial(self._take_all, log, others), **self._where(log))
 
     def _send_failure(self, log: CallLog) -> None:
-        if log.failure is not None and log.tells > 0:
-            log.tells -= 1
-            self._channel.send([log.ranks[each] for each in log.listeners()], KIND, **self._where(log, False))
+        if log.failure is not None and log.tells:
+            log.tells = False
+            self._send(log, log.listeners())
 
     # -- others --------------------------------------------------------------------------------------
 
@@ -97,11 +100,14 @@ class CallExchange:
         if (log := self._find(message["group"])) is None:
             return {}
         self._take(log, message["rank"], message)
-        place = log.place()
-        theirs = None if message["is_question"] else message.get("place")
-        if place is not None and theirs is not None and place.number < theirs[0]:  # the other one can compare
-            self._channel.send([message["from"]], KIND, **self._where(log, False))
-        return self._where(log, False)
+        return self._where(log)
+
+    def _take_all(self, log: CallLog, others: dict[int, int], answers: dict[int, Message]) -> None:
+        """Take in where others are, and how far the next node has come."""
+        for asked, answer in answers.items():
+            self._take(log, others[asked], answer)
+            if others[asked] == log.neighbours()[0] and answer.get("place") is not None:
+                log.met = max(log.met, answer["place"][0])
 
     def _take(self, log: CallLog, rank: int, answer: Message) -> None:
         if answer.get("failure") is not None:
@@ -114,11 +120,9 @@ class CallExchange:
             self._compare_words(log, rank)
 
     def _compare_words(self, log: CallLog, rank: int) -> None:
-        if threading.get_ident() == self._channel.thread and log.is_compared:
-            return  # another thread does it; the watchdog's may not wait: it answers others
-        if not wait_until(lambda: not log.is_compared, 2 * KEPT_SECONDS):
-            return
-        log.is_compared = True
+        may_wait = threading.get_ident() != self._channel.thread  # the watchdog's answers others
+        if not log.comparing.acquire(timeout=2 * KEPT_SECONDS if may_wait else 0):
+            return  # another thread does it
         try:
 
             def kept(block: int) -> Message:
@@ -129,7 +133,7 @@ class CallExchange:
             if failure := log.find(rank, dict(kept(NO_BLOCK)["starts"]), lambda block: kept(block)["words"]):
                 self._fail(log, failure, True)
         finally:
-            log.is_compared = False
+            log.comparing.release()
 
     def _kept(self, message: Message) -> Message:
         """Return what this rank keeps of its calls, and the words of one block."""
@@ -140,7 +144,7 @@ class CallExchange:
 
     def _fail(self, log: CallLog, failure: str, tells: bool) -> None:
         if log.failure is None:
-            log.fail(failure, TELLS if tells else 0)
+            log.fail(failure, tells)
             self._send_failure(log)
 
     # -- at the end of a group, and after MPI has failed -----------------------------------------------
@@ -156,13 +160,12 @@ class CallExchange:
             self._ended.append(log)
         self._send_failure(log)
         others = {log.ranks[each]: each for each in log.neighbours()}
-        began, nap = time.monotonic(), SHORTEST_NAP
+        began = time.monotonic()
         deadline = began + (min(seconds, self._patience) if log.is_ending else seconds)
         while others and log.failure is None and self._unanswered < UNANSWERED:
-            answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log, True))
+            answers = self._channel.ask(others, KIND, ANSWER_SECONDS, **self._where(log))
             self._unanswered = 0 if answers else self._unanswered + 1
-            for asked, answer in answers.items():
-                self._take(log, others[asked], answer)
+            self._take_all(log, others, answers)
             own = log.place()
             late = {
                 each for each, answer in answers.items() if own and answer.get("place") and answer["place"][0] < own[0]
@@ -170,44 +173,29 @@ class CallExchange:
             others = {asked: each for asked, each in others.items() if asked in late}
             if time.monotonic() >= deadline:
                 break
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
+            nap(time.monotonic() - began, LONGEST_NAP)
         if log.is_ending:
             self._patience -= time.monotonic() - began
 
+    # -- groups that only their members make (MPI_Comm_create_group) -----------------------------------
 
-class Members:
-    """Comparison of the lists of ranks of groups that are made by their members only (MPI_Comm_create_group).
+    def _compare_making(self, calls: list[UnderWay]) -> None:
+        """Compare the groups whose making lasts with those that their members make.
 
-    Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
-    ranks that make another group. A call that lasts is compared with those of its other members, once a second.
-    """
-
-    def __init__(self, channel: Channel, end_call: Callable[[UnderWay, str], None]) -> None:
-        self._channel, self._end_call = channel, end_call
-        self._before: set[tuple[int, ...]] = set()  # those that were being made at the last look
-        self._lasting: set[tuple[int, ...]] = set()  # and still are
-        channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
-
-    def look(self, calls: list[UnderWay]) -> None:
-        """Compare the groups whose making lasts with those that their members make."""
-        made = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}
-        self._lasting, self._before = made & self._before, made
+        Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
+        ranks that make another group.
+        """
+        made, me = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}, self._channel.rank
+        self._lasting, self._made = made & self._made, made
         for mine in self._lasting:
-            if (failure := self._difference(mine)) is not None:
-                for each in calls:
-                    if each.call.name == MAKING and list(mine) in each.group.making:
-                        self._end_call(each, failure)
-
-    def _difference(self, mine: tuple[int, ...]) -> str | None:
-        me = self._channel.rank
-        if me not in mine:  # ranks have other numbers since
-            return None
-        at = mine.index(me)
-        others = [*mine[at + 1 :], *mine[:at]][:ASKED]
-        answers = self._channel.ask(others, LISTS_KIND, LISTS_SECONDS)
-        for other, answer in answers.items():
-            theirs = {tuple(each) for each in answer["lists"] if me in each}
-            if mine not in theirs and (different := theirs - self._before):
-                return lists_differ(me, mine, other, min(different))
-        return None
+            if me not in mine:  # ranks have other numbers since
+                continue
+            at = mine.index(me)
+            others = [*mine[at + 1 :], *mine[:at]][:ASKED]
+            for other, answer in self._channel.ask(others, LISTS_KIND, LISTS_SECONDS).items():
+                theirs = {tuple(each) for each in answer["lists"] if me in each}
+                if mine not in theirs and (different := theirs - made):
+                    failure = lists_differ(me, mine, other, min(different))
+                    for each in calls:
+                        if each.call.name == "create_group" and list(mine) in each.group.making:
+                            self._end_call(each, failure)

@@ -1,12 +1,18 @@
 """Channel: authenticated datagrams between the watchdog threads of a job, by which ranks ask each other things.
 
-Each rank has a UDP socket of its own. MPI cannot carry these questions: a process that is in a blocking call of another
-communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no connection, no central rank,
-which might be the stopped one, and no file to leave behind; a thread answers it while the main thread is inside MPI or
-computes. Questions may be lost, so they are repeated until they are answered.
+Each rank has one UDP socket, which one thread reads and writes: the watchdog's. MPI cannot carry these questions: a
+process that is in a blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A
+datagram needs no connection, no central rank, which might be the stopped one, and no file to leave behind; the thread
+answers it while the main thread is inside MPI or computes. Questions may be lost, so they are repeated until they are
+answered. Another thread that asks something waits until the watchdog's has the answers.
 
-Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group
-(``datagrams``). What is authentic comes from a rank of this job, or from its user, and is not checked any further.
+    | tag: 16 bytes | sender: 8 | number: 8 | index: 4 | JSON |
+
+The tag is BLAKE2b over all that follows, with the key of the rank that is asked, for a question and its answer alike.
+Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group. Nothing is
+parsed before its tag is checked; what is authentic comes from a rank of this job, or from its user, and is not checked
+any further. A sender numbers what it sends, and the receiver drops a number that it has had. An answer repeats the head
+of its question; so a recorded one fits no other.
 
 A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
 """
@@ -20,58 +26,68 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import Any
 
-from hpcdist.core.waiting import readable, wait_until
+from hpcdist.core.waiting import readable
 from hpcdist.launch import addresses, environment
-from hpcdist.watch.datagrams import ANSWER, HEAD, QUESTION, TAG_BYTES, Numbers, is_sealed, seal
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
-from hpcdist.watch.question import RELAY, Message, Question, expanded, merged, relay_seconds
+from hpcdist.watch.question import Answers, Message, Question, expanded, merged, relay_seconds, remember
 
 INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
+WINDOW = 64  # numbers that may arrive out of order
+SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
+TAG_BYTES = 16
+HEAD = Struct(">8sQi")  # sender, number, and whom the sender asks, in its own numbers
+QUESTION, ANSWER = b"question", b"answer"
 AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
 
 Handler = Callable[[Message], "Message | None"]
 
 
-def datagram_socket() -> socket.socket:
-    """Return a UDP socket on a free port, which does not block."""
-    made = socket.socket(addresses.family(), socket.SOCK_DGRAM)
-    made.bind(("", 0))
-    made.setblocking(False)
-    return made
+def key_of(secret: str) -> str:
+    """Return the key that a secret of the user's choice stands for."""
+    return blake2b(secret.encode(), digest_size=32).hexdigest()
 
 
-def received(source: socket.socket) -> Iterator[tuple[bytes, Any]]:
-    """Yield the datagrams that have come, with who sent them; not all if there is a flood of them."""
-    for _ in range(AT_ONCE):
-        try:
-            yield source.recvfrom(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            continue  # news that an earlier datagram did not arrive
+def tag_of(key: str, way: bytes, content: bytes | memoryview) -> bytes:
+    return blake2b(content, key=bytes.fromhex(key), digest_size=TAG_BYTES, person=way).digest()
 
 
-class Reply(NamedTuple):
-    """How and where a question is answered."""
-
-    key: str
-    head: bytes
-    address: Any
+def seal(key: str, way: bytes, head: bytes, text: bytes) -> bytes:
+    """Return a datagram: what is sent, and before it the tag that only who knows the key can make."""
+    return tag_of(key, way, head + text) + head + text
 
 
-class Relayed(Question):
-    """A question that this rank asks others for another one."""
+def is_sealed(key: str, way: bytes, data: bytes) -> bool:
+    """Tell whether a datagram was made by ``seal`` with a key, and is a question or an answer."""
+    is_long_enough = len(data) >= TAG_BYTES + HEAD.size
+    return is_long_enough and secrets.compare_digest(tag_of(key, way, data[TAG_BYTES:]), data[:TAG_BYTES])
 
-    reply: Reply  # to whom the answers go
-    wanted: list[int]  # the ranks whose answers were still missing there, when it was last asked
-    until: float  # when nobody is interested any more
+
+class Numbers:
+    """The numbers that have come from each sender, so that none is taken twice."""
+
+    def __init__(self) -> None:
+        self._had: dict[bytes, tuple[int, int]] = {}  # the highest, and bits for those below it
+
+    def is_new(self, sender: bytes, number: int) -> bool:
+        """Tell whether a number has not come before, and take note of it; one that is too old counts as had."""
+        highest, bits = self._had.get(sender, (0, 0))
+        if number > highest:
+            bits = (bits << min(number - highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            highest = number
+        elif (age := highest - number) >= WINDOW or bits >> age & 1:
+            return False
+        else:
+            bits |= 1 << age
+        remember(self._had, sender, (highest, bits), SENDERS)
+        return True
 
 
 class Channel:
@@ -79,7 +95,9 @@ class Channel:
 
     def __init__(self, rank: int = -1) -> None:
         self.rank = rank
-        self.socket = datagram_socket()
+        self.socket = socket.socket(addresses.family(), socket.SOCK_DGRAM)
+        self.socket.bind(("", 0))
+        self.socket.setblocking(False)
         # nobody accepts: the kernel completes the connections, and resets them when this process ends
         self.listener = socket.create_server(("", 0), family=addresses.family(), backlog=socket.SOMAXCONN)
         self.own = Endpoint(
@@ -87,7 +105,6 @@ class Channel:
             self.socket.getsockname()[1],
             self.listener.getsockname()[1],
             secrets.token_hex(32),
-            secrets.token_hex(8),
             os.getpid(),
             process_status(os.getpid())[1],
             machine(),
@@ -96,35 +113,37 @@ class Channel:
         )
         self.keys = [self.own.key]  # of a question to this rank: its own, and the user's if there is one
         self.endpoints = Endpoints({})  # where all ranks listen, by rank
-        self.node_peers: dict[int, Endpoint] = {}  # of this node: looked at every second, so kept apart
-        self.left_out: list[Endpoint] = []  # of ranks that the world was shrunk by
+        self.node_peers: dict[int, Endpoint] = {}  # all processes of this node: looked at every second, so kept apart
+        self.left_out: dict[int, Endpoint] = {}  # of ranks that the world was shrunk by; their numbers are negative
         self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
-        self.thread = 0  # the identifier of the thread that answers
+        self.thread = 0  # the identifier of the thread that answers; 0 if whoever asks does
         self._handlers: dict[str, Handler] = {}
         self._numbers, self._had = count(1), Numbers()
-        self._sender = bytes.fromhex(self.own.sender)
-        self._relayed: dict[str, Relayed] = {}  # by their tokens
+        self._sender = secrets.token_bytes(8)
+        self._questions: dict[str, Question] = {}  # by their tokens: this rank's, and those that it relays
         self.numbering = ""  # the same on ranks that count the ranks alike; another one once that has changed
-        self._idle = deque([datagram_socket()])  # for questions, one at least: there may be no descriptor left for it
 
     # -- who is where --------------------------------------------------------------------------------
 
     def learn(self, ranks: Iterable[int], endpoints: Iterable[Iterable[Any]]) -> None:
         found = [Endpoint(tuple(where), *rest) for where, *rest in endpoints]
+        processes = {each.process for each in found}
+        self.left_out = {number: each for number, each in self.left_out.items() if each.process not in processes}
         self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
-        self.left_out = [each for each in self.left_out if each not in self.endpoints.values()]
 
     def renumber(self, remaining: list[int]) -> None:
         """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
-        self.left_out += [each for rank, each in self.endpoints.items() if rank not in remaining]
+        for rank in self.endpoints.keys() - set(remaining):
+            self.left_out[min(self.left_out, default=-1) - 1] = self.endpoints[rank]
         self._set({new: self.endpoints[old] for new, old in enumerate(remaining) if old in self.endpoints})
 
     def _set(self, endpoints: Mapping[int, Endpoint]) -> None:
         self.endpoints = Endpoints(endpoints)
-        self.node_peers = {rank: each for rank, each in sorted(endpoints.items()) if self.sees(each)}
-        numbers = "".join(f"{rank}:{endpoints[rank].sender}" for rank in sorted(endpoints))
+        everyone = [*sorted(endpoints.items()), *self.left_out.items()]
+        self.node_peers = {number: each for number, each in everyone if self.sees(each)}
+        numbers = "".join(f"{rank}:{each.process}:{each.birth}" for rank, each in sorted(endpoints.items()))
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
 
     def sees(self, endpoint: Endpoint) -> bool:
@@ -158,8 +177,14 @@ class Channel:
         self._handlers[kind] = handler
 
     def answer(self) -> None:
-        """Take in the messages that have come, and answer them."""
-        for data, address in received(self.socket):
+        """Take in the datagrams that have come, and answer the questions; not all if there is a flood of them."""
+        for _ in range(AT_ONCE):
+            try:
+                data, address = self.socket.recvfrom(65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                continue  # news that an earlier datagram did not arrive
             try:
                 self._take(data, address)
             except Exception as error:  # whatever a message holds, this thread goes on
@@ -169,86 +194,28 @@ class Channel:
         """Handle what has come, if it is a message of this job's."""
         key = next((key for key in self.keys if is_sealed(key, QUESTION, data)), None)
         if key is None:
-            for each in self._relayed.values():
-                if self._take_answer(each, data):
-                    if each.is_answered:
-                        self._return(each)
-                    return
+            any(self._take_answer(each, data) for each in list(self._questions.values()))
             return
         head = data[TAG_BYTES : TAG_BYTES + HEAD.size]
         sender, number, _ = HEAD.unpack(head)
         if not self._had.is_new(sender, number):
             return
-        left_out = (each for each in self.left_out if each.sender == sender.hex())
-        self._note(self.endpoints.of_sender(sender) or next(left_out, None))
         message = json.loads(data[TAG_BYTES + HEAD.size :])
-        reply = Reply(key, head, address)
-        if message["kind"] == RELAY:
+        if message["from"] >= 0:  # a rank's
+            self._note(*message["via"])
+        reply = partial(self._reply, key, head, address)
+        if "ranks" in message:
             self._relay(message, reply)
         elif (answer := self._handled(message)) is not None:
-            self._reply(reply, answer)
+            reply(answer)
 
     def _handled(self, message: Message) -> Message | None:
         handler = self._handlers.get(message["kind"])
         return None if handler is None else handler(message)
 
-    def _reply(self, to: Reply, answer: Message) -> None:
-        text = json.dumps(answer).encode()
+    def _reply(self, key: str, head: bytes, address: Any, answer: Message) -> None:
         with suppress(OSError):  # it may be too large for a datagram
-            self.socket.sendto(seal(to.key, ANSWER, to.head, text), to.address)
-
-    # -- questions to many ranks ---------------------------------------------------------------------
-
-    def _others(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        """Return where the others of some ranks listen."""
-        found = ((rank, self.endpoints.get(rank)) for rank in ranks if rank != self.rank)
-        return {rank: each for rank, each in found if each is not None}
-
-    def _relay(self, message: Message, reply: Reply) -> None:
-        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
-        token, numbering, asks = message["token"], message["numbering"], message["message"]
-        if numbering != self.numbering:
-            return
-        ranks, has_begun = expanded(message["ranks"]), token in self._relayed
-        if not has_begun:
-            self._note(self.endpoints.get(asks["from"]))
-            self._relayed[token] = Relayed(self._others(ranks), asks, {"token": token, "numbering": numbering})
-        relayed = self._relayed[token]
-        relayed.until, relayed.reply, relayed.wanted = time.monotonic() + INTEREST_SECONDS, reply, ranks
-        if not has_begun and self.rank in ranks and (own := self._handled(asks)) is not None:
-            relayed.answers[self.rank] = own
-        if has_begun or relayed.is_answered:
-            self._return(relayed)
-
-    def _return(self, relayed: Relayed) -> None:
-        """Send what has come of the answers that a relayed question still lacks."""
-        answers = relayed.answers
-        for each in merged({rank: answers[rank] for rank in relayed.wanted if rank in answers}):
-            self._reply(relayed.reply, each)
-
-    def push(self) -> float:
-        """Go on with the questions that this rank asks others for another one; return when that is due again.
-
-        The thread that calls ``answer`` calls this.
-        """
-        now, due = time.monotonic(), math.inf
-        for token, each in list(self._relayed.items()):
-            if now >= each.until:
-                del self._relayed[token]
-            elif not each.is_answered:
-                self._send(self.socket, each, now)
-                due = min(due, each.again)
-        return due
-
-    def _send(self, sending: socket.socket, question: Question, now: float) -> None:
-        for rank, endpoint, number, text in question.due(now, self._numbers):
-            self._seal_to(sending, endpoint, HEAD.pack(self._sender, number, rank), text)
-
-    def _seal_to(self, sending: socket.socket, endpoint: Endpoint, head: bytes, text: bytes) -> None:
-        data = seal(endpoint.key, QUESTION, head, text)
-        for target in self.targets(endpoint):
-            with suppress(OSError):
-                sending.sendto(data, target)
+            self.socket.sendto(seal(key, ANSWER, head, json.dumps(answer).encode()), address)
 
     def _take_answer(self, question: Question, data: bytes) -> bool:
         """Take in what has come if it answers a question, and tell whether it does."""
@@ -258,77 +225,118 @@ class Channel:
         asked = question.who(rank, number)
         if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
             return False
-        self._note(asked)
-        for each in question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic()):
-            self._note(each)
+        for each in (asked, *question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic())):
+            self._note(*each.origin)
+        if question.is_answered:
+            question.done()
         return True
 
-    def send(self, ranks: Iterable[int], kind: str, /, **content: Any) -> None:
-        """Send a message to the others of some ranks once, which may be lost; nothing is waited for."""
-        text, number = json.dumps({"kind": kind, "from": self.rank, **content}).encode(), next(self._numbers)
-        for rank, endpoint in self._others(ranks).items():
-            self._seal_to(self.socket, endpoint, HEAD.pack(self._sender, number, rank), text)
+    def _note(self, machine: str, node_key: str, pid: int) -> None:
+        """Take note that something authentic has come from a process."""
+        self.has_received = self.has_received or (machine, node_key) != self.own.node
+        self.note_life((machine, pid))
 
-    def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> dict[int, Message]:
+    # -- questions -----------------------------------------------------------------------------------
+
+    def others(self) -> dict[int, Endpoint]:
+        """Return where the other processes of the job listen, by rank; also those that were left out."""
+        return self._find([*self.endpoints, *self.left_out])
+
+    def _find(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
+        """Return where the others of some ranks listen, as far as it is known."""
+        found = ((rank, self.endpoints.get(rank) or self.left_out.get(rank)) for rank in ranks if rank != self.rank)
+        return {rank: each for rank, each in found if each is not None and each != self.own}
+
+    def send(
+        self, ranks: Iterable[int], kind: str, take: Callable[[Answers], object] | None = None, /, **content: Any
+    ) -> None:
+        """Ask as ``ask`` does, for ``INTEREST_SECONDS``, and do not wait; the thread takes the answers of all."""
+        question = self._question(ranks, kind, content)
+        question.until = time.monotonic() + INTEREST_SECONDS
+        if take is not None:
+            question.done = lambda: take(question.answers)
+        self._begin(question)
+
+    def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> Answers:
         """Ask the others of some ranks, and return the answers that come in time, by rank.
 
         There may be any number of ranks (``question``); many are given longer, since one that relays the question may
         be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
         """
-        asked = self._others(ranks)
-        message = {"kind": kind, "from": self.rank, **content}
-        question = Question(asked, message, {"token": secrets.token_hex(8), "numbering": self.numbering})
-        return self._wait(question, seconds + relay_seconds(len(asked)))
-
-    def ask_endpoints(
-        self, asked: dict[int, Endpoint], kind: str, seconds: float, /, **content: Any
-    ) -> dict[int, Message]:
-        """Ask processes by numbers of the caller's choice, as ``ask`` does ranks, but each by itself."""
-        return self._wait(Question(asked, {"kind": kind, "from": self.rank, **content}, None), seconds)
-
-    def _wait(self, question: Question, seconds: float) -> dict[int, Message]:
-        """Wait for the answers to a question, and return those that come in time."""
-        others = [self.socket] if threading.get_ident() == self.thread else []  # they may ask this one meanwhile
-        deadline = time.monotonic() + seconds
-        with self._asking_socket(seconds) as asking:
-            while asking is not None and not question.is_answered and (now := time.monotonic()) < deadline:
-                self._send(asking, question, now)
-                due = min(question.again, deadline, self.push() if others else math.inf)
-                ready = readable([asking, *others], due - now)
-                if asking in ready:
-                    for data, _ in received(asking):
-                        self._take_answer(question, data)
-                if self.socket in ready:
+        question, all_here = self._question(ranks, kind, content), threading.Event()
+        seconds += relay_seconds(len(question.asked))
+        question.until = deadline = time.monotonic() + seconds
+        question.done = all_here.set
+        if self._begin(question):
+            while not question.is_answered and (now := time.monotonic()) < deadline:
+                if readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
-        return question.answers
+        elif not question.is_answered:
+            all_here.wait(seconds)
+        self._questions.pop(question.message["token"], None)
+        return dict(question.answers)  # the thread may take in another one
 
-    @contextmanager
-    def _asking_socket(self, seconds: float) -> Iterator[socket.socket | None]:
-        """Have a socket of its own for a question; None if no descriptor is left, and no other question ends in time.
+    def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
+        """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
+        head = {"kind": kind, "from": self.rank, "via": self.own.origin}
+        which = {"token": secrets.token_hex(8), "numbering": self.numbering}
+        return Question(self._find(ranks), {**head, **which, **content})
 
-        What it holds of late answers to earlier questions has their numbers.
+    def _begin(self, question: Question) -> bool:
+        """Have a question sent, and tell whether this thread does so itself."""
+        first = question.due(time.monotonic(), self._numbers)
+        self._questions[question.message["token"]] = question  # from here on the thread's
+        self._transmit(first)
+        if self.thread in (0, threading.get_ident()):
+            return True
+        with suppress(
+            OSError
+        ):  # a datagram of no bytes wakes the thread, which repeats the question when it is time to
+            self.socket.sendto(b"", self.targets(self.own)[0])
+        return False
+
+    def _relay(self, message: Message, reply: Callable[[Message], None]) -> None:
+        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
+        if message["numbering"] != self.numbering:
+            return
+        ranks, token = expanded(message.pop("ranks")), message["token"]
+        has_begun = token in self._questions
+        if not has_begun:
+            self._questions[token] = Question(self._find(ranks), {**message, "via": self.own.origin})
+        relayed = self._questions[token]
+        relayed.until = time.monotonic() + INTEREST_SECONDS
+        relayed.done = partial(self._return, relayed, reply, ranks)
+        if not has_begun and self.rank in ranks and (own := self._handled(message)) is not None:
+            relayed.answers[self.rank] = own
+        if has_begun or relayed.is_answered:
+            relayed.done()
+
+    def _return(self, relayed: Question, reply: Callable[[Message], None], wanted: list[int]) -> None:
+        """Send what has come of the answers that a relayed question still lacked when it was last asked."""
+        for each in merged({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
+            reply(each)
+
+    def push(self) -> float:
+        """Send what is due of the questions that wait for answers; return when something is due again.
+
+        The thread that calls ``answer`` calls this.
         """
-        found: list[socket.socket] = []
+        now, due = time.monotonic(), math.inf
+        for token, each in list(self._questions.items()):
+            if now >= each.until:
+                self._questions.pop(token, None)
+            elif not each.is_answered:
+                self._transmit(each.due(now, self._numbers))
+                due = min(due, each.again)
+        return due
 
-        def is_found() -> bool:
-            with suppress(OSError, IndexError):  # another thread was quicker
-                found.append(self._idle.pop() if self._idle else datagram_socket())
-            return bool(found)
-
-        wait_until(is_found, seconds)
-        try:
-            yield next(iter(found), None)
-        finally:
-            self._idle += found
-
-    def _note(self, sender: Endpoint | None) -> None:
-        """Take note that something authentic has come from a process, if it is one of the job's."""
-        if sender is not None and sender.process != self.own.process:
-            self.has_received = self.has_received or not self.sees(sender)
-            self.note_life(sender.process)
+    def _transmit(self, due: list[tuple[int, Endpoint, int, bytes]]) -> None:
+        for rank, endpoint, number, text in due:
+            data = seal(endpoint.key, QUESTION, HEAD.pack(self._sender, number, rank), text)
+            for target in self.targets(endpoint):
+                with suppress(OSError):
+                    self.socket.sendto(data, target)
 
     def close(self) -> None:
         self.socket.close()
         self.listener.close()
-        for each in self._idle:
-            each.close()

@@ -23,12 +23,14 @@ class Endpoint(NamedTuple):
     port: int
     stream_port: int  # of TCP: connections there end with the process (``liveness``)
     key: str  # hexadecimal
-    sender: str  # what its datagrams begin with; hexadecimal
     pid: int
     birth: str  # when the process was started, by the kernel's count: tells it from a later one with its id
     machine: str  # tells processes that see each other's process ids apart from others
     node_key: str  # ``environment.node_key``
     host: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
     @property
     def process(self) -> Process:
@@ -40,38 +42,38 @@ class Endpoint(NamedTuple):
         """What is the same for the processes that see each other."""
         return self.machine, self.node_key
 
+    @property
+    def origin(self) -> tuple[str, str, int]:
+        """What its datagrams say that they come from."""
+        return *self.node, self.pid
+
 
 # of one rank, without what ranks of one node have in common: key, ports, process id, birth, number of the node
 RECORD = Struct("<32sHHIQI")
-SENDER_BYTES = 8
 
 
 class Endpoints(Mapping[int, Endpoint]):
-    """The endpoints of ranks, in 60 bytes for each rank and what ranks of one node have in common once."""
+    """The endpoints of ranks, in 52 bytes for each rank and what ranks of one node have in common once."""
 
     def __init__(self, endpoints: Mapping[int, Endpoint]) -> None:
         places: dict[tuple[Any, ...], int] = {}
         ranks = sorted(endpoints)
         self._ranks = range(len(ranks)) if ranks == list(range(len(ranks))) else array("q", ranks)
-        records, senders = [], []
+        records = []
         for rank in ranks:
-            at, port, stream_port, key, sender, pid, birth, *place = endpoints[rank]
+            at, port, stream_port, key, pid, birth, *place = endpoints[rank]
             number = places.setdefault((tuple(at), *place), len(places))
             records.append(RECORD.pack(bytes.fromhex(key), port, stream_port, pid, int(birth or 0), number))
-            senders.append(bytes.fromhex(sender).ljust(SENDER_BYTES, b"\0"))
-        self._records, self._senders, self._places = b"".join(records), b"".join(senders), list(places)
-
-    def _at(self, index: int) -> Endpoint:
-        key, port, stream_port, pid, birth, number = RECORD.unpack_from(self._records, index * RECORD.size)
-        at, *place = self._places[number]
-        sender = self._senders[index * SENDER_BYTES : (index + 1) * SENDER_BYTES].hex()
-        return Endpoint(at, port, stream_port, key.hex(), sender, pid, str(birth or ""), *place)
+        self._records, self._places = b"".join(records), list(places)
 
     def __getitem__(self, rank: int) -> Endpoint:
         try:
-            return self._at(self._ranks.index(rank))
+            index = self._ranks.index(rank)
         except ValueError:
             raise KeyError(rank) from None
+        key, port, stream_port, pid, birth, number = RECORD.unpack_from(self._records, index * RECORD.size)
+        at, *place = self._places[number]
+        return Endpoint(at, port, stream_port, key.hex(), pid, str(birth or ""), *place)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ranks)
@@ -79,18 +81,11 @@ class Endpoints(Mapping[int, Endpoint]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def of_processes(self, processes: Container[Process]) -> list[int]:
+    def of_processes(self, processes: Container[Process]) -> set[int]:
         """Return the ranks whose processes are among some, without the time that all endpoints would take."""
         machines = [machine for _, machine, *_ in self._places]
         found = enumerate(RECORD.iter_unpack(self._records))
-        return [self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes]
-
-    def of_sender(self, sender: bytes) -> Endpoint | None:
-        """Return the endpoint whose datagrams begin so, or None."""
-        at = self._senders.find(sender)
-        while at >= 0 and at % SENDER_BYTES:
-            at = self._senders.find(sender, at + 1)
-        return None if at < 0 else self._at(at // SENDER_BYTES)
+        return {self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes}
 
 
 @cache

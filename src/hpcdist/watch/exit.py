@@ -31,7 +31,6 @@ from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
-LONGEST_LOOK = 30.0  # with the pause before it
 LACKING_PAUSE = 1.0  # the longest if a process has ended
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
@@ -70,12 +69,8 @@ class ExitStates:
         self.reason = ""  # why the job is to be aborted
         self.last = Look({}, [], False, True)
         self._moved = now  # when no process was stuck, last
-        self._looked = now  # when the last look was
 
     def decide(self, look: Look, now: float) -> Decision:
-        if now - self._looked > LONGEST_LOOK:  # this process stood still: the job was suspended
-            self._moved += now - self._looked
-        self._looked = now
         if lasting := [text for key, text in look.waits.items() if key in self.last.waits]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
             return Decision.END
@@ -132,10 +127,10 @@ class ProcessExit:
         membership = self.backend.membership
         if membership is None or (everyone_leaves := membership.exit_barrier()) is None:
             return
-        states, observer = ExitStates(self.limit, time.monotonic()), Observer(watchdog, self.backend)
+        states, observer = ExitStates(self.limit, watchdog.clock()), Observer(watchdog, self.backend)
         while not wait_until(everyone_leaves, states.pause, longest=LONGEST_NAP):
             look = observer.look(states)
-            decision = states.decide(look, time.monotonic())
+            decision = states.decide(look, watchdog.clock())
             if decision in (Decision.ABORT, Decision.END):
                 watchdog.dump()
                 if decision is Decision.ABORT:
@@ -177,43 +172,39 @@ class Observer:
     """Looks at the other ranks of the job for one that leaves."""
 
     def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
-        self.watchdog, self.backend = watchdog, backend
+        self.channel, self.liveness, self.me, self.backend = watchdog.channel, watchdog.liveness, watchdog.rank, backend
         self.asked = 0  # how many were asked in turn
         self.began = time.monotonic()
 
     def look(self, states: ExitStates) -> Look:
         """Ask the others, also those that the world was shrunk by, and return what is seen."""
-        channel, liveness, me = self.watchdog.channel, self.watchdog.liveness, self.watchdog.rank
+        channel, liveness = self.channel, self.liveness
         may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
-        left_out = {number: each for number, each in enumerate(channel.left_out) if each.process not in liveness.left}
+        asked |= {number: each for number, each in channel.left_out.items() if each.process not in liveness.left}
         answers = channel.ask(asked, "where", ANSWER_SECONDS, group="", left=own)
-        others_answers = channel.ask_endpoints(left_out, "where", ANSWER_SECONDS, group="", left=own)
         waits = {
             (rank, call["group"], call["number"]): (
                 f"rank {rank} waits for it in {report.title(call)} on {call['label']}, {call['where']}"
             )
             for rank, answer in answers.items()
             for call in answer["calls"]
-            if call["has_asker"] and needs(call, me, may_arrive)
+            if rank >= 0 and call["has_asker"] and needs(call, self.me, may_arrive)
         }
-        stopped = liveness.stopped()
-        stuck = [f"process {each.pid} on {each.host} is stopped" for each in stopped]
-        for endpoints, given in ((asked, answers), (left_out, others_answers)):
-            liveness.left.update(endpoints[number].process for number, answer in given.items() if answer["left"])
-            for each in (endpoint for number, endpoint in endpoints.items() if number not in given):
-                # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
-                may_answer = channel.has_received or channel.sees(each)
-                if may_answer and each not in stopped and not liveness.has_ended(each):
-                    stuck.append(f"process {each.pid} on {each.host} does not answer")
-        lacks_one = liveness.any_ended() or self.backend.faults.knows_death()
-        return Look(waits, stuck, lacks_one, bool(self._others()))
+        stopped, gone = liveness.stopped(), liveness.gone()
+        stuck = [f"{each} is stopped" for each in stopped]
+        liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
+        silent = [each for number, each in asked.items() if number not in answers and number not in gone]
+        # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+        silent = [each for each in silent if (channel.has_received or channel.sees(each)) and each not in stopped]
+        stuck += [f"{each} does not answer" for each in silent]
+        return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
     def _others(self) -> list[int]:
         """Return the other ranks that have neither ended nor left, those after this one first."""
-        me, liveness, endpoints = self.watchdog.rank, self.watchdog.liveness, self.watchdog.channel.endpoints
-        staying = [rank for rank in liveness.living() if endpoints[rank].process not in liveness.left and rank != me]
-        return sorted(staying, key=lambda rank: (rank < me, rank))
+        left = self.channel.endpoints.of_processes(self.liveness.left)
+        staying = self.channel.endpoints.keys() - self.liveness.gone() - left - {self.me}
+        return sorted(staying, key=lambda rank: (rank < self.me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
         """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
@@ -221,8 +212,7 @@ class Observer:
         Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and sends it to all.
         """
         others = self._others()
-        is_first = self.watchdog.liveness.living()[:1] == [self.watchdog.rank]
-        if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and is_first):
+        if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and self.liveness.living()[0] == self.me):
             return others
         start = self.asked % len(others)
         self.asked += ASKED_AT_ONCE
@@ -231,9 +221,9 @@ class Observer:
 
     def release_others(self) -> None:
         """Send the other ranks that all leave, if they are so many that they do not ask each other."""
-        first, *others = self.watchdog.liveness.living() or [self.watchdog.rank]
-        if len(others) > ASKED_AT_ONCE and first == self.watchdog.rank:
-            self.watchdog.channel.ask(others, "all leave", ANSWER_SECONDS)
+        living = self.liveness.living()
+        if len(living) > ASKED_AT_ONCE + 1 and living[0] == self.me:
+            self.channel.ask(living, "all leave", ANSWER_SECONDS)
 
 
 EXIT = ProcessExit()

@@ -140,22 +140,20 @@ class Meeting:
     """
 
     def __init__(self, backend: Backend, limit: float, since: float, lost: int) -> None:
-        self.backend, self._limit = backend, limit  # of all of them
-        self.since = since
+        self.backend, self._limit, self._since = backend, limit, since  # of all of them
         self._lost = lost  # how many fewer they are than the job was started with
 
     def look(self, liveness: Liveness, now: float) -> str:
         """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
-        seconds, channel = now - self.since, liveness.channel
-        everyone = [*channel.endpoints.values(), *channel.left_out]
+        seconds, others = now - self._since, liveness.channel.others().values()
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()
-        if any(each.process in liveness.left for each in everyone):
+        if any(each.process in liveness.left for each in others):
             return "a rank has left the program while others wait for it in a meeting; the job is aborted"
         if seconds >= UNKNOWN_SECONDS:
-            gone = [each for each in everyone if liveness.has_ended(each)]
+            gone = [each for each in others if liveness.has_ended(each)]
             if len(gone) > self._lost + len(self.backend.faults.failed()):
-                which = ", ".join(f"process {each.pid} on {each.host}" for each in gone)
+                which = ", ".join(map(str, gone))
                 return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"
         if seconds >= self._limit:
             return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"

@@ -112,9 +112,8 @@ class Liveness:
         self._connections: dict[Endpoint, list[Connection]] = {}
         self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
         channel.note_life = self.note_life
-        channel.register("hello", lambda message: channel.send([message["from"]], "here"))
         channel.register("ended", self._note_ended)
-        channel.register("here", lambda message: {})
+        channel.register("here", self._note_here)
         channel.register("all leave", self._note_all_left)
 
     # -- what is known ---------------------------------------------------------------------------------
@@ -129,27 +128,23 @@ class Liveness:
         state, birth = process_status(endpoint.pid)
         return "" if birth and endpoint.birth and birth != endpoint.birth else state
 
-    def ended_ranks(self) -> list[int]:
-        """Return the ranks that are known to have ended; as long as none has, only those of this node are looked at."""
-        peers = self.channel.node_peers
-        elsewhere = self.channel.endpoints.of_processes(self.ended) if self.ended else []
-        return [
-            *(rank for rank, each in peers.items() if self.has_ended(each)),
-            *(rank for rank in elsewhere if rank not in peers),
-        ]
+    def gone(self) -> set[int]:
+        """Return the ranks that are known to have ended, and the numbers of such that were left out.
 
-    def any_ended(self) -> bool:
-        """Tell whether any rank of the job, also one that was left out, is known to have ended."""
-        return bool(self.ended_ranks()) or any(map(self.has_ended, self.channel.left_out))
+        As long as no rank of another node has, only the processes of this node are looked at.
+        """
+        near = {**self.channel.node_peers, **self.channel.left_out}
+        found = {number for number, each in near.items() if self.has_ended(each)}
+        return found.union(self.channel.endpoints.of_processes(self.ended) - near.keys() if self.ended else ())
 
     def living(self) -> list[int]:
         """Return the ranks that, as far as is known, have not ended, in order."""
-        return [rank for rank, each in self.channel.endpoints.items() if not self.has_ended(each)]
+        gone = self.gone()
+        return [rank for rank in self.channel.endpoints if rank not in gone]
 
     def stopped(self) -> list[Endpoint]:
         """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
-        everyone = [*self.channel.node_peers.values(), *self.channel.left_out]
-        return [each for each in everyone if self.channel.sees(each) and self.state(each) in STOPPED]
+        return [each for each in self.channel.node_peers.values() if self.state(each) in STOPPED]
 
     def kill_stopped(self) -> None:
         """Kill the processes of the job that are stopped on this node."""
@@ -175,7 +170,7 @@ class Liveness:
         state = "" if self.has_ended(endpoint) else state
         if state not in PROCESS_STATES and not self.channel.has_received:
             return NOBODY_ANSWERS
-        return f"{PROCESS_STATES.get(state, NO_ANSWER)} (process {endpoint.pid} on {endpoint.host})"
+        return f"{PROCESS_STATES.get(state, NO_ANSWER)} ({endpoint})"
 
     # -- what is found out and sent --------------------------------------------------------------------
 
@@ -189,11 +184,17 @@ class Liveness:
             for known in (self.ended, self._found, self._sent):
                 known.discard(process)
 
+    def _note_here(self, message: Message) -> Message:
+        """Take note of the process that asks, if others pass its question on."""
+        if (process := message.get("process")) is not None:
+            self.note_life((process[0], process[1]))
+        return {}
+
     def _note_ended(self, message: Message) -> Message:
         """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
-            self.channel.ask(self.channel.endpoints, "here", NEWS_SECONDS)
+            self.channel.send(self.channel.endpoints, "here", process=self.channel.own.process)
         self.ended |= ended - {self.channel.own.process}
         return {}
 
@@ -203,23 +204,25 @@ class Liveness:
         Those of this node are sent by its lowest rank that is neither gone nor stopped, if there are other nodes; one
         of another node by the rank that saw it.
         """
-        self._look_at_next_node()
-        channel, peers = self.channel, list(self.channel.node_peers.values())
+        channel, gone, peers = self.channel, self.gone(), self.channel.node_peers
+        self._look_at_next_node(gone)
         news = self._found - self._sent
-        if len(peers) < len(channel.endpoints):
-            gone = {each.process for each in peers if self.has_ended(each)} - self._sent
-            first = next((each for each in peers if self.state(each) not in (*ENDED, *STOPPED)), None) if gone else None
-            if first is not None and first.pid == channel.own.pid:
-                news |= gone
+        if channel.endpoints.keys() - peers.keys():
+            near = {each.process for number, each in peers.items() if number in gone} - self._sent
+            if (
+                near
+                and next(each.pid for each in peers.values() if self.state(each) not in (*ENDED, *STOPPED))
+                == channel.own.pid
+            ):
+                news |= near
         if news:
             self._sent |= news
             # a process that gets it lives, and answers
-            channel.send(channel.endpoints.of_processes(news), "ended", processes=sorted(news))
-            channel.ask(self.living(), "ended", NEWS_SECONDS, processes=sorted(news))
+            accused = channel.endpoints.of_processes(news)
+            channel.send([*self.living(), *accused], "ended", processes=sorted(news))
 
-    def _look_at_next_node(self) -> None:
-        channel, gone = self.channel, self.ended_ranks()
-        made_from = (channel.rank, channel.numbering, *gone)
+    def _look_at_next_node(self, gone: set[int]) -> None:
+        channel, made_from = self.channel, (self.channel.rank, self.channel.numbering, *sorted(gone))
         if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
             self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
         endpoints = channel.endpoints  # another thread may renumber the ranks meanwhile
@@ -235,7 +238,7 @@ class Liveness:
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
         if watched and not channel.has_received:
-            channel.send(self._ring[1], "hello")
+            channel.send(self._ring[1], "here")
 
     def _keep(self, endpoints: list[Endpoint]) -> None:
         """Close the connections to all processes but some."""

@@ -5,17 +5,17 @@
             └─ …
 
 So no rank sends or receives more than ``FAN`` datagrams at a time, and one question to N ranks takes log N steps. A
-rank that is asked to relay a question asks its part of the ranks in the same way, and returns their answers, equal ones
-once for all ranks that have given them. It is asked again four times a second for those that are missing, and returns
-what it has by then. So a slow rank delays no other, and a relay that answers nothing for a while is passed over: its
-part of the ranks is asked without it.
+rank that gets a question with ``ranks`` asks those in the same way, and returns their answers, equal ones once for all
+ranks that have given them. It is asked again four times a second for those that are missing, and returns what it has by
+then. So a slow rank delays no other, and a relay that answers nothing for a while is passed over: its part of the ranks
+is asked without it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.core.ranks import runs_of
@@ -30,9 +30,8 @@ SILENT_SECONDS = 0.6  # after so long without an answer a relay is passed over
 STEP_SECONDS = 0.75  # in which a relay is found silent, and others are asked in its place
 REPLY_BYTES = 50_000  # of JSON in one datagram of several that hold an answer
 
-RELAY = "relay"  # what such questions are called
-
 Message = dict[str, Any]
+Answers = dict[int, Message]  # by rank
 
 
 def parts_of(ranks: list[int]) -> dict[int, set[int]]:
@@ -51,7 +50,7 @@ def expanded(runs: Iterable[Iterable[int]]) -> list[int]:
     return [rank for first, last in runs for rank in range(first, last + 1)]
 
 
-def merged(answers: dict[int, Message]) -> list[Message]:
+def merged(answers: Answers) -> list[Message]:
     """Return answers as messages that hold equal ones once, each small enough for a datagram."""
     different: dict[str, tuple[Message, list[int]]] = {}
     for rank, answer in answers.items():
@@ -69,20 +68,25 @@ def merged(answers: dict[int, Message]) -> list[Message]:
     return [{"answers": each} for each in replies]
 
 
+def remember(kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Set an entry as the youngest one, and drop the oldest if there are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        kept.pop(next(iter(kept)), None)
+
+
 class Question:
     """What is still missing of one question's answers, and whom it is asked of."""
 
-    def __init__(
-        self,
-        asked: dict[int, Endpoint],  # by rank, or by numbers of the caller's choice
-        message: Message,
-        relay: Message | None,  # what a relayed question holds besides ``message`` and ``ranks``; None to ask directly
-    ) -> None:
-        self.answers: dict[int, Message] = {}  # those that have come
+    def __init__(self, asked: dict[int, Endpoint], message: Message) -> None:
+        self.asked, self.message = asked, message  # by rank; those with negative numbers are asked directly
+        self.answers: Answers = {}  # those that have come
         self.again = 0.0  # when it is to be sent again to those who have not answered
-        self._endpoints, self._message, self._relay = asked, message, relay
-        ranks = sorted(asked)
-        self._missing = {each: {each} for each in ranks} if relay is None else parts_of(ranks)
+        self.until = math.inf  # when nobody is interested any more
+        self.done: Callable[[], object] = lambda: None  # called once all have answered
+        self._missing = {each: {each} for each in asked if each < 0}
+        self._missing |= parts_of(sorted(asked.keys() - self._missing.keys()))
         self._answered: dict[int, float] = {}  # when those that are asked have answered last, or were asked first
         self._next: dict[int, float] = {}  # when they are asked again
         self._numbers: set[int] = set()  # under which it was sent
@@ -98,19 +102,16 @@ class Question:
         self._pass_over(now)
         late = [rank for rank in self._missing if now >= self._next.get(rank, now)]
         self._numbers.add(number := next(numbers))
-        text = json.dumps(self._message).encode()
         found = []
         for rank in late[:FAN]:
             self._next[rank] = now + AGAIN_SECONDS
             self._answered.setdefault(rank, now)
             part = self._missing[rank]
-            if part == {rank}:
-                found.append((rank, self._endpoints[rank], number, text))
-            else:
-                asks = {"kind": RELAY, "from": self._message["from"], "message": self._message, "ranks": runs_of(part)}
-                relayed = json.dumps({**asks, **(self._relay or {})}).encode()
-                found.append((rank, self._endpoints[rank], number, relayed))
-        self.again = now + PACE_SECONDS if len(late) > FAN else min(self._next[rank] for rank in self._missing)
+            passes_on = {} if part == {rank} else {"ranks": runs_of(part)}
+            found.append((rank, self.asked[rank], number, json.dumps({**self.message, **passes_on}).encode()))
+        self.again = (
+            now + PACE_SECONDS if len(late) > FAN else min(map(self._next.__getitem__, self._missing), default=math.inf)
+        )
         return found
 
     def _pass_over(self, now: float) -> None:
@@ -122,7 +123,7 @@ class Question:
 
     def who(self, rank: int, number: int) -> Endpoint | None:
         """Return where the process listens that was asked under a number, and has not answered."""
-        return self._endpoints[rank] if rank in self._missing and number in self._numbers else None
+        return self.asked[rank] if rank in self._missing and number in self._numbers else None
 
     def take(self, rank: int, answer: Message, now: float) -> list[Endpoint]:
         """Take in the authentic answer of one that ``who`` returned; return the processes whose answers it holds."""
@@ -135,4 +136,4 @@ class Question:
         part.difference_update(taken)
         if not part:
             del self._missing[rank]
-        return [self._endpoints[each] for each in taken]
+        return [self.asked[each] for each in taken]

@@ -13,6 +13,7 @@ import pickle
 import stat
 import tempfile
 import time
+from bisect import bisect_right
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -102,22 +103,20 @@ class Recorder:
         calls = list(RING.calls)
         first = self.made() - len(calls)
         groups = list(WORLD.groups.values())
-        blocking = {id(each.call): each for group in groups for each in group.journal.blocked()}
+        threads = {id(each.call): each.thread for group in groups for each in group.journal.blocked()}
         waiting = {id(work._call) for backend in WORLD.backends() for work in backend.pending()}
         by_journal = {id(group.journal): group for group in groups}
-        times = list(self.ticks)
+        times = list(self.ticks) or [(time.time_ns(), 0)]
+        made = [number for _, number in times]
         entries = []
         for index, raw in enumerate(calls):
             group = by_journal.get(id(raw[0]))
             if group is None or raw[2] in UNKNOWN:
                 continue  # destroyed, for one
-            state = "started" if id(raw) in blocking else "scheduled" if id(raw) in waiting else "completed"
-            record = first + index
-            while len(times) > 1 and times[0][1] <= record:
-                times.pop(0)
-            created = times[0][0] if times else time.time_ns()
-            blocked = blocking.get(id(raw))
-            frames = [] if blocked is None else calls_under_way.stack(blocked.thread)
+            thread, record = threads.get(id(raw)), first + index
+            state = "started" if thread is not None else "scheduled" if id(raw) in waiting else "completed"
+            created, _ = times[min(bisect_right(made, record), len(times) - 1)]
+            frames = [] if thread is None else calls_under_way.stack(thread)
             entries.append(entry(CallRecord(*raw), group, record, state, created, frames))
         return {
             "version": VERSION,

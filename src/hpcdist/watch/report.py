@@ -15,7 +15,6 @@ A rank that gives no answer is reported as outside the call only if its process 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcdist.core.ranks import listed
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
-from hpcdist.watch.question import relay_seconds
+from hpcdist.watch.question import Answers, relay_seconds, remember
 
 if TYPE_CHECKING:  # the command debug needs no torch
     from hpcdist.watch.calls_under_way import UnderWay
@@ -37,8 +36,6 @@ SEVERAL = 8  # kinds of tensors that it names, and reasons of silent ranks befor
 PROCESS = re.compile(r" \(process \d+\)|(?<=\()process \d+ (?=on )")
 FRESH_SECONDS = 5.0  # how long a report says where the ranks are
 KEPT = 64  # calls that are remembered
-
-Answers = dict[int, dict[str, Any]]  # by rank
 
 
 def title(call: dict[str, Any]) -> str:
@@ -207,17 +204,6 @@ class Report(NamedTuple):
             if self.ends_all or (call["number"], call["name"]) == (number, name)
         ]
 
-    def truncated(self, size: int) -> Report:
-        """Return the report with no more lines than fit into a datagram, given the bytes that they may take."""
-        kept, room = [], size
-        for line in self.lines:
-            room -= len(json.dumps(line)) + 2
-            if room < 0:
-                kept.append(f"more is in the report of rank {self.reporter}")
-                break
-            kept.append(line)
-        return self._replace(lines=kept)
-
 
 class Reports:
     """Who has asked this rank about what, and the reports that have come; about a message, None, nothing has."""
@@ -235,11 +221,11 @@ class Reports:
         lowest = self.asker(collective)
         if lowest is None or rank <= lowest:
             # it asks, and sends its report
-            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 2 * relay_seconds(size)))
+            remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 2 * relay_seconds(size)), KEPT)
 
     def note_sweep(self, group: str) -> None:
         """Take note that all ranks of a group were asked for their traces."""
-        remember(self._swept, group, self._clock())
+        remember(self._swept, group, self._clock(), KEPT)
 
     def was_swept(self, group: str) -> bool:
         """Tell whether all ranks of a group have just written their traces."""
@@ -266,7 +252,7 @@ class Reports:
         return min(found, default=None)
 
     def add(self, report: Report) -> None:
-        remember(self._reports, report.collective, (report, self._clock()))
+        remember(self._reports, report.collective, (report, self._clock()), KEPT)
 
     def find(self, collective: Collective | None, age: float = FRESH_SECONDS) -> Report | None:
         """Return the report on a call, unless it is old."""
@@ -282,11 +268,3 @@ def judge_of(liveness: Liveness, answers: Answers) -> Callable[[int], str]:
             if rank in endpoints and witness in endpoints and endpoints[rank].node == endpoints[witness].node:
                 states[rank] = state
     return lambda rank: liveness.judge(rank, states.get(rank, "?"))
-
-
-def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an entry as the youngest one, and drop the oldest if there are too many."""
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > KEPT:
-        kept.pop(next(iter(kept)), None)

@@ -35,18 +35,17 @@ from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
-from hpcdist.watch.call_exchange import CallExchange, Members
+from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.calls_under_way import State, UnderWay, under_way
-from hpcdist.watch.channel import Channel
-from hpcdist.watch.datagrams import LARGEST, key_of
+from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
-from hpcdist.watch.question import Message
+from hpcdist.watch.question import Answers, Message
 from hpcdist.watch.recorder import Recorder
-from hpcdist.watch.report import Answers, Collective, Report, Reports, judge_of
+from hpcdist.watch.report import Collective, Report, Reports, judge_of
 from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
@@ -81,6 +80,7 @@ class Watchdog:
         self._found: list[UnderWay] = []  # the calls that the last SIGINT found under way
         self._sigint_due = 0.0  # when one of them is to be ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
+        self._stood_still = 0.0  # seconds
         self._next_look = 0.0
         self._next_second = 0.0  # when what is done once a second is due
         self._failures: set[str] = set()  # of this thread, that were reported
@@ -92,7 +92,6 @@ class Watchdog:
         register("report", self._take_report)
         register("abort", self._note_abort)
         self.call_exchange = CallExchange(self.channel, self.end_call)
-        self._members = Members(self.channel, self.end_call)
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     @property
@@ -102,6 +101,7 @@ class Watchdog:
     def start(self) -> None:
         self._debug_socket = DebugSocket()
         self._thread.start()
+        self.channel.thread = self._thread.ident or 0
 
     def leave_to_parent(self) -> None:
         """Undo what is this process's, in a forked child, and close what is its parent's: a port that stays open would
@@ -115,7 +115,6 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.channel.thread = threading.get_ident()
         while True:
             try:
                 self._take_in(min(self._next_look, self.channel.push()) - time.monotonic())
@@ -144,11 +143,9 @@ class Watchdog:
         debug_socket, began = self._debug_socket, time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
+            self._stood_still += late
             for each in self.calls:
                 each.first_seen += late
-            meeting = self.meeting
-            if meeting is not None:
-                meeting.since += late
         if any(each in ready for each in debug_socket.sockets):
             slurm_job = os.environ.get(SLURM_JOB, "")
             debug_socket.answer(JobRank(self.channel.own, self.rank, self.recorder.name, program(), slurm_job))
@@ -158,6 +155,10 @@ class Watchdog:
         if self.channel.socket in ready:
             self.channel.answer()
             self.dump_if_due(OTHERS_TRACE_SECONDS)
+
+    def clock(self) -> float:
+        """Return the seconds on a clock that stands still with this process, as its job is suspended."""
+        return time.monotonic() - self._stood_still
 
     def tick(self) -> float:
         """Return the seconds to the next look: a part of the shortest timeout."""
@@ -171,7 +172,7 @@ class Watchdog:
         self.inspection.look(now)
         self.job_end.look(now)
         meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(self.liveness, now)):
+        if meeting is not None and (reason := meeting.look(self.liveness, self.clock())):
             self.abort(meeting.backend, reason)
         self._end_failed()
         if now >= self._next_second:
@@ -179,7 +180,6 @@ class Watchdog:
             if not self.leaving and WORLD.default is not None:
                 self.liveness.look()
             self.call_exchange.look(self.under_way())
-            self._members.look(self.under_way())
         calls = [each for each in self.under_way() if each.group.size() > 1]
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
@@ -341,7 +341,7 @@ class Watchdog:
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
         """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
-        if seconds < ENDED_SECONDS or set(self.liveness.ended_ranks()).isdisjoint(each.group.ranks):
+        if seconds < ENDED_SECONDS or self.liveness.gone().isdisjoint(each.group.ranks):
             return each.timeout
         return min(each.timeout, ENDED_SECONDS)
 
@@ -402,7 +402,7 @@ class Watchdog:
 
     def _send_report(self, made: Report, answers: Answers) -> None:
         if receivers := made.receivers(answers):
-            self.channel.ask(receivers, "report", NEWS_SECONDS, report=made.truncated(LARGEST // 2))
+            self.channel.ask(receivers, "report", NEWS_SECONDS, report=made)
 
     def _take_report(self, message: Message) -> Message:
         """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
@@ -471,12 +471,9 @@ class Watchdog:
         if not self.job_end.is_known:  # else the others know
             news = {"reason": first_line[:1000], "leaves": leaves}
             seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
-            channel, own = self.channel, self.channel.own
-            others = [rank for rank, each in channel.endpoints.items() if each != own]
-            answers = channel.ask(others, "abort", seconds, **news)
-            left_out = dict(enumerate(each for each in channel.left_out if each != own))
-            channel.ask_endpoints(left_out, "abort", NEWS_SECONDS, **news)
-            has_reached_all = len(answers) == len(others) and not left_out
+            others = self.channel.others()
+            answers = self.channel.ask(others.keys() - self.liveness.gone(), "abort", seconds, **news)
+            has_reached_all = len(answers) == len(others) and not self.channel.left_out
         self.job_end.note(first_line, leaves)
         return has_reached_all
 

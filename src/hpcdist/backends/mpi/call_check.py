@@ -65,7 +65,7 @@ from hpcdist.backends.mpi.node.call_board import (
 from hpcdist.backends.mpi.node.window import fence
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
-from hpcdist.core.call_log import BLOCK, TELLS, CallLog, calls_differ
+from hpcdist.core.call_log import BLOCK, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.ranks import listed
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
@@ -228,7 +228,7 @@ class CallCheck:
         failure = calls_differ(self._communicator.size, ways)
         if self.log is None:
             raise CallsDifferError(failure)
-        self.log.fail(failure, TELLS)
+        self.log.fail(failure, True)
         hooks.compare_calls(self.log, 0.0)
         self.log.check()
 
@@ -360,7 +360,7 @@ class CallCheck:
         error = self._error(differs, number)
         if self.log is not None:
             self.log.was_raised = True
-            self.log.fail(str(error), TELLS if self._has_decided else 0)
+            self.log.fail(str(error), self._has_decided)
             hooks.compare_calls(self.log, 0)  # which tells the others
         try:
             for each in range(number + (make is None), last + 1):

@@ -83,9 +83,9 @@ def look() -> Facts:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 results = pool.map(lambda target: connect(*target[2:]), targets)
             facts["tried"] = [(*target[:3], result) for target, result in zip(targets, results, strict=True)]
-            channel = RUNNING[0].channel
-            answers = channel.ask_endpoints({each: channel.endpoints[each] for each in others}, "here", SECONDS)
-            facts["answered"] = [keys[each] for each in answers]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                answers = pool.map(lambda each: RUNNING[0].channel.ask([each], "here", SECONDS), others)
+            facts["answered"] = [keys[each] for found in answers for each in found]
         dist.barrier()
     return facts
 
