@@ -197,5 +197,5 @@ class CallExchange:
                 if mine not in theirs and (different := theirs - made):
                     failure = lists_differ(me, mine, other, min(different))
                     for each in calls:
-                        if each.call.name == "create_group" and list(mine) in each.group.making:
+                        if each.call.name == MAKING and list(mine) in each.group.making:
                             self._end_call(each, failure)
