@@ -1,9 +1,9 @@
-"""Exchange of calls between nodes: finds that ranks of a group on several nodes make different calls.
+"""Exchange of calls between nodes: detects that ranks of a group on several nodes make different calls.
 
-One rank of each node sends one of the next where it is in each group (``core.call_log``), which answers where it is
-itself: once a second until that has come as far, when it leaves the group, and when MPI has failed. Of two ranks the
-one that has made more calls compares. One that finds a difference sends it to its node and log n others, which do
-likewise: every rank raises at its next call on the group, and a call that goes on is ended as one that is overdue: by
+One rank of each node sends its position in each group (``core.call_log``) to a rank of the next node, which answers
+with its own: once a second until that has come as far, at the end of the group, and when MPI has failed. Of two ranks
+the one that has made more calls compares. A rank that finds a difference sends it to its node and log n others, which
+do the same: every rank raises at its next call on the group, and a call under way is ended like an overdue one: by
 ULFM, or with the job.
 """
 
@@ -30,11 +30,13 @@ NOTHING_KEPT: Message = {"starts": [], "words": ([], [])}
 LISTS_KIND = "members"
 ANSWER_SECONDS = 0.5
 LISTS_SECONDS = 0.3
-ASKED = 64  # members of a group that a look asks
-UNANSWERED = 3  # questions, after which no more are asked until another node answers: UDP may be blocked between nodes
-KEPT_SECONDS = 0.5  # how long a rank has to send the words that it keeps
-RETURN_SECONDS = 1.0  # how long calls have to return after a difference was found
-ENDED_GROUPS = 64  # whose calls are kept for those that end them later
+ASKED = 64  # members of a group that are asked at a time
+UNANSWERED = (
+    3  # unanswered questions after which there are no more until another node answers: UDP may be blocked between nodes
+)
+KEPT_SECONDS = 0.5  # seconds that a rank has to send the words that it keeps
+RETURN_SECONDS = 1.0  # seconds that calls have to return after a difference was found
+ENDED_GROUPS = 64  # kept for ranks that end them later
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
 LONGEST_NAP = 0.02
 
@@ -46,9 +48,9 @@ class CallExchange:
         self._channel, self._end_call = channel, end_call
         self._ended: deque[CallLog] = deque(maxlen=ENDED_GROUPS)
         self._patience = PATIENCE
-        self._unanswered = 0  # questions in a row
-        self._made: set[tuple[int, ...]] = set()  # the groups that were being made at the last look
-        self._lasting: set[tuple[int, ...]] = set()  # and still are
+        self._unanswered = 0  # unanswered questions in a row
+        self._made: set[tuple[int, ...]] = set()  # the groups that were in creation at the last look
+        self._lasting: set[tuple[int, ...]] = set()  # those that still are
         channel.register(KIND, self._answer)
         channel.register(KEPT_KIND, self._kept)
         channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
@@ -67,7 +69,7 @@ class CallExchange:
     # -- once a second -------------------------------------------------------------------------------
 
     def look(self, calls: list[UnderWay]) -> None:
-        """Send where this rank is to the next node, if it leads its own, and end calls on groups that have failed."""
+        """Send this rank's positions to the next node, if it leads its own, and end calls on groups that have failed."""
         self._compare_making(calls)
         for log in self._live():
             if log.failure is not None:
@@ -83,7 +85,7 @@ class CallExchange:
         return {"group": log.token, "rank": log.rank, "place": place, "failure": log.failure}
 
     def _send(self, log: CallLog, ranks: list[int]) -> None:
-        """Send ranks of the group where this one is, and take in where they are."""
+        """Send this rank's position to ranks of the group, and read theirs."""
         others = {log.ranks[each]: each for each in ranks}
         self._channel.send(others, KIND, partial(self._take_all, log, others), **self._where(log))
 
@@ -103,7 +105,7 @@ class CallExchange:
         return self._where(log)
 
     def _take_all(self, log: CallLog, others: dict[int, int], answers: dict[int, Message]) -> None:
-        """Take in where others are, and how far the next node has come."""
+        """Read the positions of others, and how far the next node has come."""
         for asked, answer in answers.items():
             self._take(log, others[asked], answer)
             if others[asked] == log.neighbours()[0] and answer.get("place") is not None:
@@ -136,7 +138,7 @@ class CallExchange:
             log.comparing.release()
 
     def _kept(self, message: Message) -> Message:
-        """Return what this rank keeps of its calls, and the words of one block."""
+        """Return this rank's sums by block, and the words of one block."""
         if (log := self._find(message["group"])) is None:
             return NOTHING_KEPT
         words = [memoryview(each).cast("q").tolist() for each in log.words(message["block"])]
@@ -152,7 +154,7 @@ class CallExchange:
     def compare(self, log: CallLog, seconds: float) -> None:
         """Compare this rank's calls with those of a rank of the next node and one of the node before, at once.
 
-        Ranks that have not come as far are waited for, so many seconds at most.
+        It waits some seconds for ranks that have not come as far.
         """
         if log not in self._live():
             return
@@ -180,15 +182,15 @@ class CallExchange:
     # -- groups that only their members make (MPI_Comm_create_group) -----------------------------------
 
     def _compare_making(self, calls: list[UnderWay]) -> None:
-        """Compare the groups whose making lasts with those that their members make.
+        """Compare the groups in creation with those that their members make.
 
-        Nobody else takes part in such a call, so that MPI cannot find that members give different lists: each waits for
+        Only members take part in such a call, so that MPI cannot detect different lists of members: each rank waits for
         ranks that make another group.
         """
         made, me = {tuple(ranks) for group in WORLD.watched() for ranks in group.making}, self._channel.rank
         self._lasting, self._made = made & self._made, made
         for mine in self._lasting:
-            if me not in mine:  # ranks have other numbers since
+            if me not in mine:  # ranks have got other numbers
                 continue
             at = mine.index(me)
             others = [*mine[at + 1 :], *mine[:at]][:ASKED]

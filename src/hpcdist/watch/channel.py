@@ -1,18 +1,18 @@
-"""Channel: authenticated datagrams between the watchdog threads of a job, by which ranks ask each other things.
+"""Channel: authenticated datagrams between the watchdog threads of a job, for questions to other ranks.
 
-Each rank has one UDP socket, which one thread reads and writes: the watchdog's. MPI cannot carry these questions: a
-process that is in a blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A
-datagram needs no connection, no central rank, which might be the stopped one, and no file to leave behind; the thread
-answers it while the main thread is inside MPI or computes. Questions may be lost, so they are repeated until they are
-answered. Another thread that asks something waits until the watchdog's has the answers.
+Each rank has one UDP socket, used by one thread: the watchdog's. MPI cannot carry these questions: a process in a
+blocking call of another communicator, or whose MPI holds a lock, may make no progress on ours. A datagram needs no
+connection, no central rank, which might be the stopped one, and no file; the thread answers it while the main thread is
+inside MPI or computes. Datagrams may be lost, so questions are repeated until they are answered. Another thread that
+asks waits until the watchdog's thread has the answers.
 
     | tag: 16 bytes | sender: 8 | number: 8 | index: 4 | JSON |
 
-The tag is BLAKE2b over all that follows, with the key of the rank that is asked, for a question and its answer alike.
-Each rank draws its key at random when its watchdog starts, and the ranks exchange their keys over the group. Nothing is
-parsed before its tag is checked; what is authentic comes from a rank of this job, or from its user, and is not checked
-any further. A sender numbers what it sends, and the receiver drops a number that it has had. An answer repeats the head
-of its question; so a recorded one fits no other.
+The tag is BLAKE2b over all other fields, with the key of the asked rank, for a question and its answer. Each rank draws
+its key at random when its watchdog starts, and the ranks exchange their keys over the group. Nothing is parsed before
+its tag is checked; an authentic datagram is from a rank of this job, or from its user, and is not checked any further.
+A sender numbers its datagrams, and the receiver drops numbers that it has had. An answer repeats the head of its
+question, so a recorded answer matches no other question.
 
 A kind of message is added by ``register``; ``ask`` waits for answers, ``send`` does not.
 """
@@ -39,19 +39,19 @@ from hpcdist.launch import addresses, environment
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
 from hpcdist.watch.question import Answers, Message, Question, expanded, merged, relay_seconds, remember
 
-INTEREST_SECONDS = 2.0  # how long a question is relayed after it was asked last
+INTEREST_SECONDS = 2.0  # seconds for which a question is relayed after its last repetition
 WINDOW = 64  # numbers that may arrive out of order
-SENDERS = 1 << 16  # whose numbers are remembered; more than a job has processes
+SENDERS = 1 << 16  # senders whose numbers are remembered; more than a job has processes
 TAG_BYTES = 16
-HEAD = Struct(">8sQi")  # sender, number, and whom the sender asks, in its own numbers
+HEAD = Struct(">8sQi")  # sender, number, and the rank asked, in the sender's numbering
 QUESTION, ANSWER = b"question", b"answer"
-AT_ONCE = 256  # datagrams that one look takes in, so that a flood of them does not keep the thread from its other work
+AT_ONCE = 256  # datagrams read at a time, so that a flood does not keep the thread from its other work
 
 Handler = Callable[[Message], "Message | None"]
 
 
 def key_of(secret: str) -> str:
-    """Return the key that a secret of the user's choice stands for."""
+    """Return the key of a user's secret."""
     return blake2b(secret.encode(), digest_size=32).hexdigest()
 
 
@@ -60,7 +60,7 @@ def tag_of(key: str, way: bytes, content: bytes | memoryview) -> bytes:
 
 
 def seal(key: str, way: bytes, head: bytes, text: bytes) -> bytes:
-    """Return a datagram: what is sent, and before it the tag that only who knows the key can make."""
+    """Return a datagram: the tag, which needs the key, and the content."""
     return tag_of(key, way, head + text) + head + text
 
 
@@ -71,13 +71,13 @@ def is_sealed(key: str, way: bytes, data: bytes) -> bool:
 
 
 class Numbers:
-    """The numbers that have come from each sender, so that none is taken twice."""
+    """The numbers received from each sender, so that none is accepted twice."""
 
     def __init__(self) -> None:
-        self._had: dict[bytes, tuple[int, int]] = {}  # the highest, and bits for those below it
+        self._had: dict[bytes, tuple[int, int]] = {}  # the highest one, and a bit for each of those below it
 
     def is_new(self, sender: bytes, number: int) -> bool:
-        """Tell whether a number has not come before, and take note of it; one that is too old counts as had."""
+        """Tell whether a number is new, and remember it; one that is too old counts as known."""
         highest, bits = self._had.get(sender, (0, 0))
         if number > highest:
             bits = (bits << min(number - highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
@@ -91,14 +91,14 @@ class Numbers:
 
 
 class Channel:
-    """This rank's socket, and where the others listen."""
+    """This rank's socket, and the endpoints of the others."""
 
     def __init__(self, rank: int = -1) -> None:
         self.rank = rank
         self.socket = socket.socket(addresses.family(), socket.SOCK_DGRAM)
         self.socket.bind(("", 0))
         self.socket.setblocking(False)
-        # nobody accepts: the kernel completes the connections, and resets them when this process ends
+        # never accepted: the kernel completes the connections, and resets them when this process ends
         self.listener = socket.create_server(("", 0), family=addresses.family(), backlog=socket.SOMAXCONN)
         self.own = Endpoint(
             addresses.own(),
@@ -111,19 +111,19 @@ class Channel:
             environment.node_key(),
             socket.gethostname(),
         )
-        self.keys = [self.own.key]  # of a question to this rank: its own, and the user's if there is one
-        self.endpoints = Endpoints({})  # where all ranks listen, by rank
-        self.node_peers: dict[int, Endpoint] = {}  # all processes of this node: looked at every second, so kept apart
-        self.left_out: dict[int, Endpoint] = {}  # of ranks that the world was shrunk by; their numbers are negative
+        self.keys = [self.own.key]  # keys of questions to this rank: its own, and the user's if there is one
+        self.endpoints = Endpoints({})  # the endpoints of all ranks
+        self.node_peers: dict[int, Endpoint] = {}  # all processes of this node: checked every second, so kept apart
+        self.left_out: dict[int, Endpoint] = {}  # the ranks that the world was shrunk by; their numbers are negative
         self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
-        self.note_failure: Callable[[Exception], object] = lambda error: None  # called with what a handler has raised
-        self.thread = 0  # the identifier of the thread that answers; 0 if whoever asks does
+        self.note_failure: Callable[[Exception], object] = lambda error: None  # called with a handler's exception
+        self.thread = 0  # the identifier of the thread that answers; 0 if the asking thread does
         self._handlers: dict[str, Handler] = {}
         self._numbers, self._had = count(1), Numbers()
         self._sender = secrets.token_bytes(8)
-        self._questions: dict[str, Question] = {}  # by their tokens: this rank's, and those that it relays
-        self.numbering = ""  # the same on ranks that count the ranks alike; another one once that has changed
+        self._questions: dict[str, Question] = {}  # by token: this rank's, and those that it relays
+        self.numbering = ""  # the same on ranks with the same numbering of ranks; changed by each renumbering
 
     # -- who is where --------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Channel:
         self._set({**self.endpoints, **dict(zip(ranks, found, strict=True))})
 
     def renumber(self, remaining: list[int]) -> None:
-        """Take note that ``remaining`` are the numbers until now of the ranks that are still there."""
+        """Renumber the ranks: ``remaining`` are the old numbers of those that are left."""
         for rank in self.endpoints.keys() - set(remaining):
             self.left_out[min(self.left_out, default=-1) - 1] = self.endpoints[rank]
         self._set({new: self.endpoints[old] for new, old in enumerate(remaining) if old in self.endpoints})
@@ -147,11 +147,11 @@ class Channel:
         self.numbering = blake2b(numbers.encode(), digest_size=8).hexdigest()
 
     def sees(self, endpoint: Endpoint) -> bool:
-        """Tell whether a rank's process can be looked at from here."""
+        """Tell whether this rank can see a rank's process in /proc."""
         return endpoint.node == self.own.node
 
     def targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:
-        """Return the addresses under which a rank may be reached."""
+        """Return the addresses at which a rank may be reached."""
         is_near = endpoint.machine == self.own.machine
         found = (addresses.LOOPBACKS[addresses.family()],) if is_near else endpoint.addresses
         return [(address, endpoint.port) for address in found]
@@ -159,7 +159,7 @@ class Channel:
     def stream_targets(self, endpoint: Endpoint) -> list[tuple[str, int]]:
         """Return the addresses at which connections to a rank's process end with it, and with no other process.
 
-        An address that this machine has too (a container network's) does not reach another one.
+        An address that this machine has too (of a container network) does not reach another machine.
         """
         found = [address for address, _ in self.targets(endpoint)]
         if endpoint.machine != self.own.machine:
@@ -169,29 +169,29 @@ class Channel:
     # -- messages ------------------------------------------------------------------------------------
 
     def register(self, kind: str, handler: Handler) -> None:
-        """Have messages of a kind handled; others are dropped.
+        """Register the handler of a kind of messages; unregistered kinds are dropped.
 
-        The thread that calls ``answer`` calls the handler with the message, a dict that holds ``from``, the sender's
-        rank; it returns the answer or None.
+        The thread that calls ``answer`` calls the handler with the message, a dict with ``from``, the sender's rank; it
+        returns the answer or None.
         """
         self._handlers[kind] = handler
 
     def answer(self) -> None:
-        """Take in the datagrams that have come, and answer the questions; not all if there is a flood of them."""
+        """Read the datagrams that have come, and answer questions; not all if there is a flood of them."""
         for _ in range(AT_ONCE):
             try:
                 data, address = self.socket.recvfrom(65536)
             except BlockingIOError:
                 return
             except OSError:
-                continue  # news that an earlier datagram did not arrive
+                continue  # an earlier datagram did not arrive
             try:
                 self._take(data, address)
-            except Exception as error:  # whatever a message holds, this thread goes on
+            except Exception as error:  # whatever a message contains, this thread continues
                 self.note_failure(error)
 
     def _take(self, data: bytes, address: Any) -> None:
-        """Handle what has come, if it is a message of this job's."""
+        """Handle a datagram, if it belongs to this job."""
         key = next((key for key in self.keys if is_sealed(key, QUESTION, data)), None)
         if key is None:
             any(self._take_answer(each, data) for each in list(self._questions.values()))
@@ -218,7 +218,7 @@ class Channel:
             self.socket.sendto(seal(key, ANSWER, head, json.dumps(answer).encode()), address)
 
     def _take_answer(self, question: Question, data: bytes) -> bool:
-        """Take in what has come if it answers a question, and tell whether it does."""
+        """Read a datagram if it answers a question, and tell whether it does."""
         if len(data) < TAG_BYTES + HEAD.size:
             return False
         sender, number, rank = HEAD.unpack_from(data, TAG_BYTES)
@@ -232,25 +232,25 @@ class Channel:
         return True
 
     def _note(self, machine: str, node_key: str, pid: int) -> None:
-        """Take note that something authentic has come from a process."""
+        """Record that an authentic datagram has come from a process."""
         self.has_received = self.has_received or (machine, node_key) != self.own.node
         self.note_life((machine, pid))
 
     # -- questions -----------------------------------------------------------------------------------
 
     def others(self) -> dict[int, Endpoint]:
-        """Return where the other processes of the job listen, by rank; also those that were left out."""
+        """Return the endpoints of the other processes of the job, by rank, including excluded ranks."""
         return self._find([*self.endpoints, *self.left_out])
 
     def _find(self, ranks: Iterable[int]) -> dict[int, Endpoint]:
-        """Return where the others of some ranks listen, as far as it is known."""
+        """Return the known endpoints of some ranks except this one."""
         found = ((rank, self.endpoints.get(rank) or self.left_out.get(rank)) for rank in ranks if rank != self.rank)
         return {rank: each for rank, each in found if each is not None and each != self.own}
 
     def send(
         self, ranks: Iterable[int], kind: str, take: Callable[[Answers], object] | None = None, /, **content: Any
     ) -> None:
-        """Ask as ``ask`` does, for ``INTEREST_SECONDS``, and do not wait; the thread takes the answers of all."""
+        """Ask like ``ask``, for ``INTEREST_SECONDS``, without waiting; the thread passes all answers to ``take``."""
         question = self._question(ranks, kind, content)
         question.until = time.monotonic() + INTEREST_SECONDS
         if take is not None:
@@ -260,8 +260,8 @@ class Channel:
     def ask(self, ranks: Iterable[int], kind: str, seconds: float, /, **content: Any) -> Answers:
         """Ask the others of some ranks, and return the answers that come in time, by rank.
 
-        There may be any number of ranks (``question``); many are given longer, since one that relays the question may
-        be silent. Those whose endpoint is not known do not answer. ``content`` has to fit into a datagram.
+        There may be any number of ranks (``question``); for many it waits longer, since a rank that relays the question
+        may be silent. Ranks without a known endpoint do not answer. ``content`` must fit into a datagram.
         """
         question, all_here = self._question(ranks, kind, content), threading.Event()
         seconds += relay_seconds(len(question.asked))
@@ -274,29 +274,27 @@ class Channel:
         elif not question.is_answered:
             all_here.wait(seconds)
         self._questions.pop(question.message["token"], None)
-        return dict(question.answers)  # the thread may take in another one
+        return dict(question.answers)  # a copy: the thread may add another one
 
     def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
-        """Return a question of this rank's; ``via`` is the process that sends it, which may pass on another one's."""
+        """Return a question of this rank's; ``via`` is the process that sends it, which may relay another one's."""
         head = {"kind": kind, "from": self.rank, "via": self.own.origin}
         which = {"token": secrets.token_hex(8), "numbering": self.numbering}
         return Question(self._find(ranks), {**head, **which, **content})
 
     def _begin(self, question: Question) -> bool:
-        """Have a question sent, and tell whether this thread does so itself."""
+        """Send a question, and tell whether this thread must repeat it itself."""
         first = question.due(time.monotonic(), self._numbers)
-        self._questions[question.message["token"]] = question  # from here on the thread's
+        self._questions[question.message["token"]] = question  # from here on it belongs to the thread
         self._transmit(first)
         if self.thread in (0, threading.get_ident()):
             return True
-        with suppress(
-            OSError
-        ):  # a datagram of no bytes wakes the thread, which repeats the question when it is time to
+        with suppress(OSError):  # an empty datagram wakes the thread, which repeats the question in time
             self.socket.sendto(b"", self.targets(self.own)[0])
         return False
 
     def _relay(self, message: Message, reply: Callable[[Message], None]) -> None:
-        """Ask other ranks what a rank asks all of them, or return what they have answered since."""
+        """Relay a question to other ranks, or return their answers since the last time."""
         if message["numbering"] != self.numbering:
             return
         ranks, token = expanded(message.pop("ranks")), message["token"]
@@ -312,12 +310,12 @@ class Channel:
             relayed.done()
 
     def _return(self, relayed: Question, reply: Callable[[Message], None], wanted: list[int]) -> None:
-        """Send what has come of the answers that a relayed question still lacked when it was last asked."""
+        """Send the answers of a relayed question that were still missing when it was last asked."""
         for each in merged({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
             reply(each)
 
     def push(self) -> float:
-        """Send what is due of the questions that wait for answers; return when something is due again.
+        """Repeat the questions that are due; return the time when the next one is due.
 
         The thread that calls ``answer`` calls this.
         """

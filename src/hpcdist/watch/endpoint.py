@@ -1,4 +1,4 @@
-"""Endpoint: where the watchdog of one rank listens, and which process it belongs to; and a table of all ranks'."""
+"""Endpoint: the address of a rank's watchdog, and its process; and a table of all ranks' endpoints."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Process = tuple[str, int]  # machine and process id
 
 
 class Endpoint(NamedTuple):
-    """Where the watchdog of one rank listens, and what its process is."""
+    """The address of one rank's watchdog, and its process."""
 
     addresses: tuple[str, ...]
     port: int
-    stream_port: int  # of TCP: connections there end with the process (``liveness``)
+    stream_port: int  # a TCP port: connections to it end with the process (``liveness``)
     key: str  # hexadecimal
     pid: int
-    birth: str  # when the process was started, by the kernel's count: tells it from a later one with its id
-    machine: str  # tells processes that see each other's process ids apart from others
+    birth: str  # the start of the process, in the kernel's ticks: distinguishes it from a later one with its id
+    machine: str  # the same for processes that see each other's process ids
     node_key: str  # ``environment.node_key``
     host: str
 
@@ -34,26 +34,26 @@ class Endpoint(NamedTuple):
 
     @property
     def process(self) -> Process:
-        """What names the process on all nodes, however its rank is numbered."""
+        """The identifier of the process on all nodes, independent of its rank."""
         return self.machine, self.pid
 
     @property
     def node(self) -> tuple[str, str]:
-        """What is the same for the processes that see each other."""
+        """The identifier of the processes that see each other."""
         return self.machine, self.node_key
 
     @property
     def origin(self) -> tuple[str, str, int]:
-        """What its datagrams say that they come from."""
+        """The sender in its datagrams."""
         return *self.node, self.pid
 
 
-# of one rank, without what ranks of one node have in common: key, ports, process id, birth, number of the node
+# one rank's own part: key, ports, process id, birth, number of the node
 RECORD = Struct("<32sHHIQI")
 
 
 class Endpoints(Mapping[int, Endpoint]):
-    """The endpoints of ranks, in 52 bytes for each rank and what ranks of one node have in common once."""
+    """The endpoints of ranks, in 52 bytes for each rank; the common part of a node's ranks is stored once."""
 
     def __init__(self, endpoints: Mapping[int, Endpoint]) -> None:
         places: dict[tuple[Any, ...], int] = {}
@@ -82,7 +82,7 @@ class Endpoints(Mapping[int, Endpoint]):
         return len(self._ranks)
 
     def of_processes(self, processes: Container[Process]) -> set[int]:
-        """Return the ranks whose processes are among some, without the time that all endpoints would take."""
+        """Return the ranks of some processes, without making all endpoints."""
         machines = [machine for _, machine, *_ in self._places]
         found = enumerate(RECORD.iter_unpack(self._records))
         return {self._ranks[i] for i, (*_, pid, _, number) in found if (machines[number], pid) in processes}
@@ -90,14 +90,14 @@ class Endpoints(Mapping[int, Endpoint]):
 
 @cache
 def machine() -> str:
-    """Return what is the same for all processes that share this kernel and its process ids."""
+    """Return an identifier of this kernel and its namespace of process ids."""
     return addresses.kernel_id("pid") or secrets.token_hex(8)
 
 
 def process_status(pid: int) -> tuple[str, str]:
-    """Return the letter of a process's state in ``/proc`` and when it was started; "" if it has gone, ? if unknown.
+    """Return the letter of a process's state in ``/proc``, "" if it has ended, ? if unknown, and its start.
 
-    There may be no ``/proc``, and it may hide processes, also this user's (``hidepid``, in containers of their own).
+    ``/proc`` may be missing, and may hide processes, also this user's (``hidepid``, other containers).
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -1,12 +1,12 @@
-"""Exit of a rank: it waits until every rank leaves, and aborts the job if it cannot end.
+"""Exit of a rank: it waits until every rank exits, and aborts the job if that is impossible.
 
 MPI_Finalize waits for every rank. A rank that ends without ``destroy_process_group`` while the others are in a
-collective would wait in it for ever, and they for it. So a rank that leaves begins the exit barrier, a non-blocking
-one, and until all have come asks the others where they are. If one is in a call that cannot end without this rank, the
-process ends without MPI_Finalize and with its own status, upon which the launcher ends the others; they were sent a
-message, and end by themselves if it does not. Once a process has ended before the barrier, that may never end: then
-this rank leaves when all others have ended or answered that they leave. A process that is stopped, or that answers
-nobody, is waited for until the timeout. A forked child is not a rank, and leaves at once.
+collective would wait in it forever, and they for it. So a rank that exits begins the exit barrier, a non-blocking one,
+and until all have come asks the others for their calls. If one is in a call that cannot end without this rank, the
+process ends without MPI_Finalize and with its own status, so that the launcher ends the others; they also get a
+message, and end by themselves if the launcher does not end them. If a process has ended before the barrier, that may
+never end: then this rank exits when all others have ended or answered that they exit. It waits until the timeout for a
+process that is stopped or does not answer. A forked child is not a rank, and exits at once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import REMAKING, RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
-LACKING_PAUSE = 1.0  # the longest if a process has ended
+LACKING_PAUSE = 1.0  # the longest pause if a process has ended
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
-# how long what this rank has sent may take to arrive: MPI takes a send for done once the kernel has up to 10 MB of it
+# seconds until sent messages have arrived: MPI completes a send when the kernel has buffered it, up to 10 MB
 ARRIVAL_SECONDS = 5.0
-ASKED_AT_ONCE = 64  # ranks that one look asks: N ranks that wait for a late one would ask N² otherwise
-COLLECTION_SECONDS = 1.0  # how long another thread's collection is waited for
-CALL_SECONDS = 0.5  # how long another thread's last call may take, once every rank has left
-QUEUE_SECONDS = 1.0  # how long a worker thread that was given up may still take
+ASKED_AT_ONCE = 64  # ranks asked at a time: otherwise N ranks that wait for a late one would ask N²
+COLLECTION_SECONDS = 1.0  # seconds to wait for another thread's collection
+CALL_SECONDS = 0.5  # seconds that another thread's last call may take, after every rank has come to the exit
+QUEUE_SECONDS = 1.0  # seconds that a worker thread which was given up may still take
 
 
 class Decision(Enum):
-    """What a rank that leaves does next."""
+    """The next step of a rank that exits."""
 
     WAIT = "wait"
     LEAVE = "leave without the others"
@@ -52,23 +52,25 @@ class Decision(Enum):
 
 
 class Look(NamedTuple):
-    """What a rank that leaves sees of the others at one moment."""
+    """The state of the other ranks at one moment, for a rank that exits."""
 
     waits: dict[tuple[int, str, int], str]  # calls that cannot end without this rank, by rank, group and number
-    stuck: list[str]  # processes that are stopped, or answer nobody and have neither left nor ended, in words
+    stuck: list[
+        str
+    ]  # processes that are stopped, or do not answer and have neither come to the exit nor ended, as text
     lacks_one: bool  # whether a process has ended, or MPI knows that one died
-    others_stay: bool  # whether another rank has neither ended nor left
+    others_stay: bool  # whether another rank has neither ended nor come to the exit
 
 
 class ExitStates:
-    """State machine of a rank that leaves, look by look; it is given the time and what is seen."""
+    """State machine of a rank that exits; its inputs are the time and a ``Look``."""
 
     def __init__(self, limit: float, now: float) -> None:
-        self.limit = limit  # the seconds for which stuck processes are waited for
+        self.limit = limit  # the seconds to wait for stuck processes
         self.pause = FIRST_ASK  # seconds to the next look
-        self.reason = ""  # why the job is to be aborted
+        self.reason = ""  # why the job must be aborted
         self.last = Look({}, [], False, True)
-        self._moved = now  # when no process was stuck, last
+        self._moved = now  # the last time without a stuck process
 
     def decide(self, look: Look, now: float) -> Decision:
         if lasting := [text for key, text in look.waits.items() if key in self.last.waits]:
@@ -79,7 +81,7 @@ class ExitStates:
         elif now - self._moved >= self.limit:
             self.reason = f"{'; '.join(look.stuck)}: the job cannot end, and is aborted"
             return Decision.ABORT
-        if look.lacks_one and self.last.lacks_one and not look.others_stay:  # it did not end just now, with all others
+        if look.lacks_one and self.last.lacks_one and not look.others_stay:  # unless it ended just now, with all others
             return Decision.LEAVE
         self.last = look
         self.pause = min(LACKING_PAUSE if look.lacks_one else LONGEST_PAUSE, self.pause * (1 if look.waits else 2))
@@ -92,24 +94,24 @@ class ProcessExit:
     def __init__(self) -> None:
         self.backend: Backend | None = None  # the last default group's
         self.limit = 0.0  # its timeout, in seconds
-        self._is_registered = False  # in a forked child too: there stays what its parent has registered
+        self._is_registered = False  # also in a forked child, which inherits the registration
 
     def register(self) -> None:
-        """Have Python call ``leave`` and ``on_exception``."""
+        """Let Python call ``leave`` and ``on_exception``."""
         if not self._is_registered:
             self._is_registered = True
             shutdown.register(shutdown.Stage.JOB, self.leave)
             self.hook, sys.excepthook = sys.excepthook, self.on_exception
 
     def leave(self) -> None:
-        """Leave with all ranks; what a signal raises meanwhile aborts the job, as an exception of the program does."""
+        """Exit with all ranks; an exception of a signal meanwhile aborts the job, like one of the program."""
         try:
             self._leave()
         except BaseException:  # MPI_Finalize would wait for the others, and they for this rank
             sys.excepthook(*sys.exc_info())
 
     def _leave(self) -> None:
-        """End the queues, and wait until every rank leaves; abort the job if one waits for this one."""
+        """End the queues, and wait until every rank exits; abort the job if one waits for this rank."""
         watchdog = RUNNING[0] if RUNNING else None
         if watchdog is None or self.backend is None:
             return
@@ -136,7 +138,7 @@ class ProcessExit:
                 if decision is Decision.ABORT:
                     watchdog.abort(self.backend, states.reason)
                 if watchdog.announce_abort(states.reason, leaves=True):
-                    leave_hydra()  # all others have left it, and end by themselves
+                    leave_hydra()  # all others have come to the exit, and end by themselves
                 membership.skip_finalize(END_SECONDS)
                 return
             if decision is Decision.LEAVE:
@@ -149,7 +151,7 @@ class ProcessExit:
             watchdog.abort(self.backend, failure)
         WORLD.end()
         if last_call() is not None and self.backend.faults.interrupts_all():
-            for group in WORLD.watched():  # under ULFM those that end would wait for this one
+            for group in WORLD.watched():  # under ULFM the ranks that finalize would wait for this one
                 group.revoke("this process ends")
         if (last := last_call()) is not None:
             why = "this process ends without MPI_Finalize, which could crash under it"
@@ -159,7 +161,7 @@ class ProcessExit:
             membership.skip_finalize(ends_well=True)
 
     def on_exception(self, *exception: Any) -> None:
-        """Write a trace, then do what was to be done with an uncaught exception."""
+        """Write a trace, then call the previous hook for uncaught exceptions."""
         if RUNNING:
             RUNNING[0].dump()
             RUNNING[0].job_end.let_leave()
@@ -169,15 +171,15 @@ class ProcessExit:
 
 
 class Observer:
-    """Looks at the other ranks of the job for one that leaves."""
+    """Observes the other ranks of the job, for a rank that exits."""
 
     def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
         self.channel, self.liveness, self.me, self.backend = watchdog.channel, watchdog.liveness, watchdog.rank, backend
-        self.asked = 0  # how many were asked in turn
+        self.asked = 0  # the number of ranks asked so far, in turn
         self.began = time.monotonic()
 
     def look(self, states: ExitStates) -> Look:
-        """Ask the others, also those that the world was shrunk by, and return what is seen."""
+        """Ask the others, including ranks that the world was shrunk by, and return their state."""
         channel, liveness = self.channel, self.liveness
         may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
@@ -195,21 +197,21 @@ class Observer:
         stuck = [f"{each} is stopped" for each in stopped]
         liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
         silent = [each for number, each in asked.items() if number not in answers and number not in gone]
-        # that nobody on other nodes answers shows nothing: UDP may be blocked between the nodes
+        # without an answer from other nodes nothing is known: UDP may be blocked between the nodes
         silent = [each for each in silent if (channel.has_received or channel.sees(each)) and each not in stopped]
         stuck += [f"{each} does not answer" for each in silent]
         return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
     def _others(self) -> list[int]:
-        """Return the other ranks that have neither ended nor left, those after this one first."""
+        """Return the other ranks that have neither ended nor come to the exit, those after this one first."""
         left = self.channel.endpoints.of_processes(self.liveness.left)
         staying = self.channel.endpoints.keys() - self.liveness.gone() - left - {self.me}
         return sorted(staying, key=lambda rank: (rank < self.me, rank))
 
     def _asked(self, states: ExitStates) -> list[int]:
-        """Return the ranks to ask now: as many as are looked at in turn; or all, on the lowest rank once one has ended.
+        """Return the ranks to ask now: some in turn; or all, on the lowest rank after one has ended.
 
-        Without that one the exit barrier may not end. So the lowest rank finds out that all leave, and sends it to all.
+        Without the ended rank the exit barrier may not end. So the lowest rank finds that all exit, and informs them.
         """
         others = self._others()
         if len(others) <= ASKED_AT_ONCE or (states.last.lacks_one and self.liveness.living()[0] == self.me):
@@ -220,7 +222,7 @@ class Observer:
         return list({*turn, *(rank for rank, _, _ in states.last.waits)})
 
     def release_others(self) -> None:
-        """Send the other ranks that all leave, if they are so many that they do not ask each other."""
+        """Inform the other ranks that all exit, if there are too many for each to ask all."""
         living = self.liveness.living()
         if len(living) > ASKED_AT_ONCE + 1 and living[0] == self.me:
             self.channel.ask(living, "all leave", ANSWER_SECONDS)
@@ -230,7 +232,7 @@ EXIT = ProcessExit()
 
 
 def end_collections() -> None:
-    """Collect no more garbage, once a collection of another thread has ended.
+    """Disable the garbage collector, after a collection of another thread has ended.
 
     The watchdog's thread runs while Python ends. If it collects a tensor then, torch waits for the GIL in a destructor,
     Python ends the thread there, and the process is aborted ("terminate called without an active exception"): 2 of 256
@@ -238,7 +240,7 @@ def end_collections() -> None:
     """
     if not RUNNING:
         return
-    with LOOKING:  # a look at frames that is under way would allow them again
+    with LOOKING:  # a reader of frames would enable it again
         gc.disable()
     begun: list[str] = []
 
@@ -248,7 +250,7 @@ def end_collections() -> None:
     gc.callbacks.append(note)
 
     def has_begun() -> bool:
-        gc.collect(0)  # does nothing while another thread collects
+        gc.collect(0)  # it does nothing while another thread collects
         return bool(begun)
 
     wait_until(has_begun, COLLECTION_SECONDS)
@@ -256,17 +258,17 @@ def end_collections() -> None:
 
 
 def end_threads() -> None:
-    """Let no call begin any more, and end the threads of torch's own backends while they may take Python's lock.
+    """Refuse further calls, and end the threads of torch's own backends while they can still take the GIL.
 
-    gloo's threads release a call's tensors a moment after the call has returned, and need the lock for it. If Python
-    has begun to end by then, it ends the thread in a destructor, and the process is aborted ("terminate called without
-    an active exception"): 1 of 100 processes, with 8 ranks on 2 cores.
+    gloo's threads release a call's tensors a moment after the call has returned, and need the GIL for it. If Python has
+    begun to end by then, it ends the thread in a destructor, and the process is aborted ("terminate called without an
+    active exception"): 1 of 100 processes, with 8 ranks on 2 cores.
     """
-    if not RUNNING:  # no group was made here: a forked child's are its parent's, with its threads
+    if not RUNNING:  # no group was made here: a forked child's groups and threads are its parent's
         return
-    if not hooks.is_ending:  # else ``leave`` has waited
+    if not hooks.is_ending:  # otherwise ``leave`` has waited
         WORLD.end()
-        last_call()  # waits for one that is about to end
+        last_call()  # waits for a call that is about to end
     WORLD.end_threads()
 
 
@@ -275,9 +277,9 @@ shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
 
 
 def last_call() -> CallRecord | None:
-    """Return a call that another thread of this process is in and that does not end now, or None.
+    """Return a call of another thread of this process that does not end in time, or None.
 
-    A daemon thread goes on while Python ends, until it has to wait for Python's lock.
+    A daemon thread continues while Python ends, until it must wait for the GIL.
     """
 
     def blocked() -> list[Blocked]:
@@ -289,9 +291,9 @@ def last_call() -> CallRecord | None:
 
 
 def difference() -> str | None:
-    """Return how the calls of ranks differ, if no call has raised it; every rank leaves the program.
+    """Return a difference between the ranks' calls that no call has raised yet; every rank exits.
 
-    Daemon threads of the program go on: as long as there are any, this rank may not have made its last call.
+    While there are daemon threads of the program, this rank may not have made its last call.
     """
     found = None
     if any(each.daemon and not each.name.startswith("hpcdist") for each in threading.enumerate()):
@@ -307,7 +309,7 @@ def difference() -> str | None:
 
 
 def is_stuck() -> bool:
-    """Tell whether a worker thread was given up and is still in its call."""
+    """Tell whether a worker thread that was given up is still in its call."""
     queues = [each.queue for each in WORLD.backends() if each.queue is not None and each.queue.broken is not None]
     return not wait_until(lambda: all(queue.running is None for queue in queues), QUEUE_SECONDS)
 
@@ -318,16 +320,16 @@ def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     ``may_arrive`` says whether messages that this rank has sent may still be under way.
     """
     group = WORLD.groups.get(call["group"])
-    if call["name"] == MAKING:  # if this rank has made any such group it may be through with that one
+    if call["name"] == MAKING:  # if this rank has made any such group it may have finished that one
         return not any(each.name == MAKING for each in made_on(call["group"]))
     if call["message"]:
         may_come = may_arrive and "recv" in call["name"]
         return call["peer"] == me and not (may_come and any("send" in each.name for each in made_on(call["group"])))
     if call["name"] in REMAKING:
-        return False  # a rank that is left out may leave the program while the others are still at it
+        return False  # an excluded rank may exit while the others are still in the call
     if group is not None:
         return bool(call["number"] > group.journal.sequence)
-    # this rank has destroyed it, which was its last call there; its part of those before is done
+    # this rank has destroyed it, which was its last call there; it has taken part in all earlier ones
     last = next((each.number for each in reversed(made_on(call["group"])) if not each.is_message), 0)
     return call["name"] != DESTROY and bool(call["number"] >= last)
 

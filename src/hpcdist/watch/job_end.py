@@ -1,11 +1,11 @@
 """End of an aborted job: every process of it exits, also if the launcher cannot end them.
 
-MPI_Abort relies on the launcher, which may be out of reach (a lost link) or leave ranks behind (Open MPI 5.0.11 under
-ULFM). So the rank that aborts sends all others a message first. Each then kills the processes of its node that are
-stopped, which could not exit by themselves, and exits after a while. A rank whose launcher has ended exits as well.
+MPI_Abort relies on the launcher, which may be unreachable (a lost link) or may not end all ranks (Open MPI 5.0.11 under
+ULFM). So the rank that aborts sends all others a message first. Each then kills the stopped processes of its node,
+which could not exit by themselves, and exits after a while. A rank whose launcher has ended exits as well.
 
-A rank that leaves the program while others wait for it ends with its own status, which is the job's if the others end
-in a way that does not hide it.
+A rank that exits while others wait for it ends with its own status, which is the job's if the others end in a way that
+does not replace it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 from hpcdist.watch.liveness import Liveness
 
-LAUNCHER_SECONDS = 4.0  # how long the launcher has to end this process after an abort; a stuck MPI_Abort takes 3
-ORPHAN_SECONDS = 2.0  # how long a rank may live on after its launcher
-END_SECONDS = 15.0  # how long a process may take that ends with its own status; Python and torch take 0.2
-HYDRA_SECONDS = 1.0  # how long Hydra may take to answer
-STOPPED_SECONDS = 5.0  # how long a meeting waits for a stopped process
-UNKNOWN_SECONDS = 10.0  # how long MPI may take to count a process as dead that has ended
+LAUNCHER_SECONDS = 4.0  # seconds that the launcher has to end this process after an abort; a blocked MPI_Abort takes 3
+ORPHAN_SECONDS = 2.0  # seconds that a rank may live after its launcher
+END_SECONDS = 15.0  # seconds for a process that ends with its own status; Python and torch take 0.2
+HYDRA_SECONDS = 1.0  # seconds that Hydra may take to answer
+STOPPED_SECONDS = 5.0  # seconds that a meeting waits for a stopped process
+UNKNOWN_SECONDS = 10.0  # seconds until MPI counts an ended process as dead
 ABORT_STATUS = 1
 
 
 def send_to_hydra(command: str) -> str:
-    """Send Hydra (MPICH's mpirun) a command of PMI 1, if that started this process, and return its answer, if any."""
+    """Send Hydra (MPICH's mpirun) a command of PMI 1, if it started this process, and return its answer, if any."""
     descriptor = os.environ.get("PMI_FD", "") if environment.HYDRAS_OWN in os.environ else ""
     with suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(descriptor))) as hydra:
         hydra.settimeout(HYDRA_SECONDS)
@@ -47,17 +47,17 @@ def send_to_hydra(command: str) -> str:
 
 
 def leave_hydra() -> bool:
-    """Tell Hydra that this process ends well, and return whether it was told.
+    """Report a normal end of this process to Hydra, and return whether it has answered.
 
-    When a process ends without, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
+    If a process ends without it, Hydra kills the others of its node, and takes their statuses for 0 or for 9.
     """
     return send_to_hydra("finalize").startswith("cmd=finalize_ack")
 
 
 def abort_before_mpi(before: Callable[..., Any], owner: int, *exception: Any) -> None:
-    """Do what was to be done with an uncaught exception, and have Hydra end the job if MPI has not started here.
+    """Call the previous hook for uncaught exceptions, and let Hydra end the job if MPI has not started here.
 
-    The others wait for this rank in MPI_Init, and Hydra ends no job for a process that exits before it.
+    The others wait for this rank in MPI_Init, and Hydra does not end the job for a process that exits before it.
     """
     run_hook(before, *exception)
     MPI = sys.modules.get("mpi4py.MPI")
@@ -71,21 +71,21 @@ if environment.HYDRAS_OWN in os.environ:
 
 
 class JobEnd:
-    """Whether this process is to exit, and when."""
+    """Whether and when this process must exit."""
 
     def __init__(self, liveness: Liveness, say: Callable[[str], None]) -> None:
         self._liveness, self._say = liveness, say
         launch = environment.detect()
         self._launcher = os.getppid() if launch is not None and launch.starts_mpi else 0
-        self._exits: tuple[float, str] | None = None  # when this process exits, and why
-        self._hides_status = False  # whether its status is not to be the job's
+        self._exits: tuple[float, str] | None = None  # the time when this process exits, and the reason
+        self._hides_status = False  # whether its status must not become the job's
 
     @property
     def is_known(self) -> bool:
         return self._exits is not None
 
     def note(self, reason: str, leaves: bool = False) -> None:
-        """Take note that the job is aborted, or a rank ``leaves`` it; this process has some seconds to be ended."""
+        """Record that the job is aborted, or that a rank ``leaves`` it; the launcher has some seconds to end this process."""
         if self._exits is None:
             self._exits = time.monotonic() + (END_SECONDS if leaves else LAUNCHER_SECONDS), reason
             self._hides_status = leaves
@@ -93,7 +93,7 @@ class JobEnd:
 
     def note_message(self, reason: str, leaves: bool) -> None:
         self.note(reason, leaves)
-        if leaves and leave_hydra():  # it does not end this process then
+        if leaves and leave_hydra():  # then it does not end this process
             self._exits = time.monotonic(), ""
 
     def look(self, now: float) -> None:
@@ -106,12 +106,12 @@ class JobEnd:
         self._exit()
 
     def exit_if_known(self) -> None:
-        """Exit if the job is aborted: whoever aborts it has killed the processes that those who leave waited for."""
+        """Exit if the job is aborted: the processes for which this rank waits at its exit are killed."""
         if self.is_known:
             self._exit()
 
     def let_leave(self) -> bool:
-        """Wait for the processes that end with their own status, and return whether this one has to abort the job.
+        """Wait for the processes that end with their own status, and return whether this one must abort the job.
 
         Under ULFM mpirun returns the last status with which a process exits itself, after an abort too: 0 at times.
         """
@@ -133,18 +133,18 @@ class JobEnd:
 class Meeting:
     """One wait of an elastic job's process for all others that live.
 
-    Nothing takes it out of MPI_Comm_shrink or MPI_Comm_agree. So what keeps them from ending is ended: a process of
-    this node that is stopped is killed, whereupon MPI goes on without it. The job is aborted for a process that has
-    ended and that MPI does not count as dead (``os._exit`` with a status, under Open MPI), for one that has left the
-    program, and for one that is late by more than the timeout.
+    It cannot leave MPI_Comm_shrink or MPI_Comm_agree. So the cause of a wait is removed: a stopped process of this node
+    is killed, and MPI continues without it. The job is aborted for a process that has ended and that MPI does not count
+    as dead (``os._exit`` with a status, under Open MPI), for one that has exited the program, and for one that is late
+    by more than the timeout.
     """
 
     def __init__(self, backend: Backend, limit: float, since: float, lost: int) -> None:
         self.backend, self._limit, self._since = backend, limit, since  # of all of them
-        self._lost = lost  # how many fewer they are than the job was started with
+        self._lost = lost  # the number of processes lost since the start
 
     def look(self, liveness: Liveness, now: float) -> str:
-        """Kill what is stopped if it is time to, and return why the job is to be aborted, or nothing."""
+        """Kill stopped processes after a while, and return why the job must be aborted, or an empty text."""
         seconds, others = now - self._since, liveness.channel.others().values()
         if seconds >= STOPPED_SECONDS:
             liveness.kill_stopped()

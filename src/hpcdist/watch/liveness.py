@@ -1,11 +1,11 @@
-"""Liveness: which processes of the job have ended, which have left the program, and which are stopped.
+"""Liveness: which processes of the job have ended, which exit, and which are stopped.
 
-The kernel shows it for processes of this node (``/proc``). For a process of another node its own node's ranks send it.
-If no rank is left there, a connection shows it: the nodes form a ring, and each rank keeps a TCP connection to a rank
-of the next node (more, if that one has more ranks). When a process ends, its kernel resets its connections. That a new
-connection is refused then proves the death: the host is there, and nobody listens. Silence proves nothing, because the
-link may be lost; neither does a refusal by itself, because a firewall refuses too. An authentic datagram from a process
-revokes what was known of it.
+For processes of this node the source is ``/proc``. For processes of another node, that node's ranks send the news. If
+no rank is left there, a connection shows it: the nodes form a ring, and each rank keeps a TCP connection to a rank of
+the next node (more, if that one has more ranks). When a process ends, its kernel resets its connections. If a new
+connection is then refused, the process has ended: the host answers, and no process listens. Silence proves nothing,
+because the link may be lost; neither does a refusal alone, because a firewall refuses too. An authentic datagram from a
+process revokes earlier news of its end.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, Process, process_status
 from hpcdist.watch.question import Message
 
-NEWS_SECONDS = 0.5  # how long the others have to acknowledge news
-# the kernel probes a silent connection so often (s, s, times)
+NEWS_SECONDS = 0.5  # seconds that the others have to acknowledge news
+# the kernel's probes of a silent connection (s, s, number)
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-CONNECT_SECONDS = 1.0  # for an answer to a connection
+CONNECT_SECONDS = 1.0  # seconds for an answer to a connection
 AT_ONCE = 256  # connections
-ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process as /proc calls them; "" if it has gone
+ENDED, STOPPED = ("", "Z", "X"), ("T", "t")  # states of a process in /proc; "" if it has ended
 
 PROCESS_STATES = {
     **dict.fromkeys(ENDED, "its process has ended"),
@@ -44,7 +44,7 @@ Address = tuple[str, int]
 
 
 def next_node(rank: int, endpoints: Mapping[int, Endpoint], ended: Iterable[int] = ()) -> list[int]:
-    """Return the ranks of the next node that a rank keeps a connection to, without those that have ended."""
+    """Return the ranks of the next node to which a rank keeps a connection, without those that have ended."""
     gone = set(ended)
     nodes: dict[tuple[str, str], list[int]] = {}
     for each in sorted(endpoints):
@@ -76,11 +76,11 @@ class Connection:
         return made
 
     def is_proof(self) -> bool:
-        """Tell whether the process has surely ended: it had a connection, which was reset, and refuses another one."""
+        """Tell whether the process has certainly ended: its connection was reset, and it refuses another one."""
         try:
             was_closed = self._socket.recv(1) == b""
         except BlockingIOError:
-            with suppress(OSError):  # it is still being made
+            with suppress(OSError):  # not connected yet
                 self._socket.getpeername()
                 self._was_reset = False
             return False
@@ -88,11 +88,11 @@ class Connection:
             if self._was_reset:
                 return True
             was_closed = False
-        except OSError as error:  # no way there, or silence: it shows nothing
+        except OSError as error:  # unreachable, or silence: it proves nothing
             was_closed = isinstance(error, ConnectionResetError)
         self._was_reset = self._was_reset or was_closed
         self.close()
-        with suppress(OSError):  # no descriptor is left; the next look tries again
+        with suppress(OSError):  # no descriptor is left; tried again later
             self._socket = self._connect()
         return False
 
@@ -101,16 +101,16 @@ class Connection:
 
 
 class Liveness:
-    """What this rank knows of the processes of the job."""
+    """This rank's knowledge of the processes of the job."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.ended: set[Process] = set()  # processes of other nodes that are known to have ended
-        self.left: set[Process] = set()  # processes that make no more calls, and wait for the others at the end
-        self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have shown
-        self._sent: set[Process] = set()  # what was sent to the other ranks
+        self.left: set[Process] = set()  # processes that make no more calls, and wait for the others at the exit
+        self._found: set[Process] = set()  # those of ``ended`` that this rank's connections have proved
+        self._sent: set[Process] = set()  # the news that was sent to the other ranks
         self._connections: dict[Endpoint, list[Connection]] = {}
-        self._ring: tuple[Any, list[int]] = (None, [])  # what it was made from, and the ranks of the next node
+        self._ring: tuple[Any, list[int]] = (None, [])  # the inputs of ``next_node``, and its result
         channel.note_life = self.note_life
         channel.register("ended", self._note_ended)
         channel.register("here", self._note_here)
@@ -124,43 +124,43 @@ class Liveness:
         return self.state(endpoint) in ENDED
 
     def state(self, endpoint: Endpoint) -> str:
-        """Return the state of a process of this node, as ``process_status``; a later one with its id is not it."""
+        """Return the state of a process of this node, as ``process_status``; a later one with its id does not count."""
         state, birth = process_status(endpoint.pid)
         return "" if birth and endpoint.birth and birth != endpoint.birth else state
 
     def gone(self) -> set[int]:
         """Return the ranks that are known to have ended, and the numbers of such that were left out.
 
-        As long as no rank of another node has, only the processes of this node are looked at.
+        While no rank of another node is known to have ended, only the processes of this node are checked.
         """
         near = {**self.channel.node_peers, **self.channel.left_out}
         found = {number for number, each in near.items() if self.has_ended(each)}
         return found.union(self.channel.endpoints.of_processes(self.ended) - near.keys() if self.ended else ())
 
     def living(self) -> list[int]:
-        """Return the ranks that, as far as is known, have not ended, in order."""
+        """Return the ranks that are not known to have ended, in order."""
         gone = self.gone()
         return [rank for rank in self.channel.endpoints if rank not in gone]
 
     def stopped(self) -> list[Endpoint]:
-        """Return the processes of the job, also of ranks that were left out, that are stopped on this node."""
+        """Return the stopped processes of the job on this node, including those of excluded ranks."""
         return [each for each in self.channel.node_peers.values() if self.state(each) in STOPPED]
 
     def kill_stopped(self) -> None:
-        """Kill the processes of the job that are stopped on this node."""
+        """Kill the stopped processes of the job on this node."""
         for each in self.stopped():
             with suppress(OSError):
                 os.kill(each.pid, signal.SIGKILL)
 
     def halted(self) -> list[tuple[int, str]]:
-        """Return the ranks of this node whose processes do not run, with their states, for those of other nodes."""
+        """Return the ranks of this node whose processes do not run, with their states, for ranks of other nodes."""
         states = [(rank, self.state(each)) for rank, each in self.channel.node_peers.items()]
         return [(rank, state) for rank, state in states if state in PROCESS_STATES]
 
     def judge(self, rank: int, state: str = "?") -> str:
-        """Return in words why a rank gives no answer, as far as it shows from here.
+        """Return as text why a rank does not answer, as far as this rank can know.
 
-        ``state`` is that of its process as ranks of its node see it, if that is another one.
+        ``state`` is the state of its process as seen by ranks of its node, if that is another node.
         """
         if (endpoint := self.channel.endpoints.get(rank)) is None:
             return NO_ANSWER
@@ -179,19 +179,19 @@ class Liveness:
         return {}
 
     def note_life(self, process: Process) -> None:
-        """Take note that something authentic has come from a process: it has not ended."""
+        """Record that an authentic datagram has come from a process: it has not ended."""
         if process in self.ended:
             for known in (self.ended, self._found, self._sent):
                 known.discard(process)
 
     def _note_here(self, message: Message) -> Message:
-        """Take note of the process that asks, if others pass its question on."""
+        """Record the life of the asking process, if others relay its question."""
         if (process := message.get("process")) is not None:
             self.note_life((process[0], process[1]))
         return {}
 
     def _note_ended(self, message: Message) -> Message:
-        """Take note of another rank's news; a process that is in them itself sends all others a sign of life."""
+        """Record another rank's news; a process that is itself reported as ended sends all others a message."""
         ended = {(machine, pid) for machine, pid in message["processes"]}
         if self.channel.own.process in ended:
             self.channel.send(self.channel.endpoints, "here", process=self.channel.own.process)
@@ -199,10 +199,10 @@ class Liveness:
         return {}
 
     def look(self) -> None:
-        """Look at the connections to the next node, and send the other ranks which processes have ended.
+        """Check the connections to the next node, and send the other ranks the news of ended processes.
 
-        Those of this node are sent by its lowest rank that is neither gone nor stopped, if there are other nodes; one
-        of another node by the rank that saw it.
+        News of this node is sent by its lowest running rank, if there are other nodes; news of another node by the rank
+        that found it.
         """
         channel, gone, peers = self.channel, self.gone(), self.channel.node_peers
         self._look_at_next_node(gone)
@@ -217,23 +217,23 @@ class Liveness:
                 news |= near
         if news:
             self._sent |= news
-            # a process that gets it lives, and answers
+            # a process that gets it is alive, and answers
             accused = channel.endpoints.of_processes(news)
             channel.send([*self.living(), *accused], "ended", processes=sorted(news))
 
     def _look_at_next_node(self, gone: set[int]) -> None:
         channel, made_from = self.channel, (self.channel.rank, self.channel.numbering, *sorted(gone))
-        if made_from != self._ring[0]:  # made again only if it has changed: it takes 3 ms for 10,000 ranks
+        if made_from != self._ring[0]:  # computed again only after a change: it takes 3 ms for 10,000 ranks
             self._ring = made_from, next_node(channel.rank, channel.endpoints, gone)
         endpoints = channel.endpoints  # another thread may renumber the ranks meanwhile
         watched = [endpoints[rank] for rank in self._ring[1] if rank in endpoints]
         self._keep(watched)
         for endpoint in watched:
             if endpoint not in self._connections:
-                with suppress(OSError):  # no descriptor is left; the next look tries again
+                with suppress(OSError):  # no descriptor is left; tried again later
                     targets = channel.stream_targets(endpoint)
                     self._connections[endpoint] = [Connection(target) for target in targets]
-            proofs = [each.is_proof() for each in self._connections.get(endpoint, ())]  # each is looked at
+            proofs = [each.is_proof() for each in self._connections.get(endpoint, ())]  # each is checked
             if any(proofs):
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
@@ -241,7 +241,7 @@ class Liveness:
             channel.send(self._ring[1], "here")
 
     def _keep(self, endpoints: list[Endpoint]) -> None:
-        """Close the connections to all processes but some."""
+        """Close the connections to all processes except these."""
         for each in self._connections.keys() - set(endpoints):
             for connection in self._connections.pop(each):
                 connection.close()
@@ -266,10 +266,10 @@ def answers(targets: Iterable[Address], seconds: float = CONNECT_SECONDS) -> dic
 
 
 class ProofOfDeath:
-    """Tells a process that has ended from one that cannot be reached, whether or not it is in the world any more.
+    """Distinguishes a process that has ended from one that is unreachable, also if it is not in the world any more.
 
-    It connects once to the port that each rank of the world listens on (``Channel.listener``), to learn an address at
-    which each is reached. A refusal where there was a connection before proves that the process has ended.
+    It connects once to the port of each rank of the world (``Channel.listener``), to find an address at which each can
+    be reached. A refusal at an address that was reachable proves that the process has ended.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -278,6 +278,6 @@ class ProofOfDeath:
         self._reached = [[each for each in several if found.get(each) == 0] for several in targets]
 
     def ended(self, numbers: Iterable[int]) -> set[int]:
-        """Return those of some processes, by the ranks that they had, that have surely ended."""
+        """Return the processes that have certainly ended, by the ranks that they had."""
         asked = {target: number for number in numbers for target in self._reached[number]}
         return {asked[target] for target, error in answers(asked).items() if error == errno.ECONNREFUSED}

@@ -1,8 +1,8 @@
-"""Flight recorder: writes the last calls of this rank to a file that torch's own tool reads.
+"""Flight recorder: writes the last calls of this rank to a file for torch's own tool.
 
-``torchfrtrace`` takes one pickle a rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring of
-calls is ``core.journal``'s and is only read here. Times are as fine as the watchdog's tick, because calls read no
-clock.
+``torchfrtrace`` reads one pickle for each rank, in the format of ProcessGroupNCCL's recorder (version 2.10). The ring
+of calls is ``core.journal``'s and is only read here. The resolution of times is the watchdog's tick, because calls read
+no clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = "2.10"
 LENGTH_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
-# calls without a row of the table, under the names that the tool knows
+# calls without a row of the table, by the tool's names
 NAMES = {
     "all_gather_object": "all_gather",
     "gather_object": "gather",
@@ -41,7 +41,7 @@ NAMES = {
     "send_object_list": "send",
     "recv_object_list": "recv",
 }
-# where torch's tool knows NCCL's recorder only: its names
+# the tool knows only NCCL's recorder: its names
 NCCL_NAMES = {
     "all_gather_single": "_all_gather_base",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -50,17 +50,19 @@ NCCL_NAMES = {
     "split": "all_reduce_barrier",
 }
 KNOWS_GLOO = has("`all_gather_single` and the other names in `_single`")
-MAKER = "gloo" if KNOWS_GLOO else "nccl"  # the tool takes the names of torch's own libraries only, not "mpi"
+MAKER = "gloo" if KNOWS_GLOO else "nccl"  # the tool accepts the names of torch's own libraries only, not "mpi"
 KNOWN = {*ROWS, "send", "recv"}
-UNKNOWN = {"create_group", *ONE_SIDED}  # some ranks make them; the tool has nothing like them
+UNKNOWN = {"create_group", *ONE_SIDED}  # made by some ranks only; unknown to the tool
 
 
 class Recorder:
-    """When calls were made, and where a dump of them goes."""
+    """The times of calls, and the place of their dump."""
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the job, the same on all ranks
-        self.ticks: deque[tuple[int, int]] = deque(maxlen=4096)  # nanoseconds, and calls made until then
+        self.name = name  # the name of the job, the same on all ranks
+        self.ticks: deque[tuple[int, int]] = deque(
+            maxlen=4096
+        )  # times in nanoseconds, and the number of calls until then
         length = next((os.environ[name] for name in LENGTH_VARIABLES if os.environ.get(name)), None)
         if length is not None and length.isdigit() and int(length) > 0:
             RING.resize(int(length))
@@ -87,7 +89,7 @@ class Recorder:
             folder = os.path.join(tempfile.gettempdir(), f"hpcdist_trace_{self.name}")
             path = os.path.join(folder, f"rank_{rank}")
             make_private(folder)
-        # a random name that must not be there: under one that can be guessed, in /tmp, others may have put a link
+        # a new random name: at one that can be guessed, in /tmp, others may have put a link
         descriptor, unfinished = tempfile.mkstemp(".part", f"{os.path.basename(path)}.", folder)
         try:
             with open(descriptor, "wb") as file:
@@ -99,7 +101,7 @@ class Recorder:
         return path
 
     def trace(self) -> dict[str, Any]:
-        """Return the trace as torch's tool expects it."""
+        """Return the trace in the form of torch's tool."""
         calls = list(RING.calls)
         first = self.made() - len(calls)
         groups = list(WORLD.groups.values())
@@ -112,7 +114,7 @@ class Recorder:
         for index, raw in enumerate(calls):
             group = by_journal.get(id(raw[0]))
             if group is None or raw[2] in UNKNOWN:
-                continue  # destroyed, for one
+                continue  # for example destroyed
             thread, record = threads.get(id(raw)), first + index
             state = "started" if thread is not None else "scheduled" if id(raw) in waiting else "completed"
             created, _ = times[min(bisect_right(made, record), len(times) - 1)]
@@ -137,7 +139,7 @@ class Recorder:
 
 
 def make_private(folder: str) -> None:
-    """Make a folder that only this user can read; PermissionError if what is there is anything else, or a link."""
+    """Make a folder that only this user can read; PermissionError if there is anything else, or a link."""
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     found = os.lstat(folder)
@@ -148,7 +150,9 @@ def make_private(folder: str) -> None:
 def entry(
     call: CallRecord, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    name = NAMES.get(call.name) or (call.name if call.name in KNOWN else "barrier")  # the tool refuses other names
+    name = NAMES.get(call.name) or (
+        call.name if call.name in KNOWN else "barrier"
+    )  # the only name that the tool accepts
     given, received = sizes(call, group.rank(), group.size())
     dtype = str(call.dtype).removeprefix("torch.").capitalize() if call.dtype is not None else ""
     is_message = name in ("send", "recv")
@@ -184,7 +188,7 @@ def entry(
 
 
 def sizes(call: CallRecord, rank: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the sizes read and written; the record holds one of them, and the row says how they relate."""
+    """Return the sizes of input and output; the record has one of them, and the row their relation."""
     shape = list(call.shape) if call.shape is not None else []
     row = ROWS.get(call.name)
     if row is None or call.shape is None:

@@ -1,16 +1,15 @@
-"""Report of a call that has not ended: which call it is, where each rank of its group is instead, and who asks them.
+"""Report of an overdue call: the call, the positions of the group's ranks, and the choice of the rank that asks.
 
-If each rank that waits asked all others, N ranks would send N² questions, and lose most of the answers. So the rank
-that is overdue first asks. A rank that is asked about the call that it waits in itself asks nothing, but waits for the
-report, which the asker sends to every rank in that call. Question, answer, report and receipt are 4 datagrams a rank,
-which ranks relay to each other if they are many (``question``).
-If two ask at once, the lower rank goes on. If no report comes from an asker (it was stopped or killed), another rank
-follows.
+If each waiting rank asked all others, N ranks would send N² questions, and lose most of the answers. So the rank that
+is overdue first asks. A rank that is asked about the call in which it waits does not ask, but waits for the report,
+which the asker sends to every rank in that call. Question, answer, report and receipt are 4 datagrams for each rank,
+relayed by the ranks if there are many (``question``). If two ask at once, the lower rank continues. If no report comes
+from an asker (it was stopped or killed), another rank follows.
 
-No rank is chosen beforehand, because it would often be the very rank that is missing. Ranks that are overdue at the
-same moment take turns: rank 0 of the group asks at once, and each next one a fraction of a second later (`turn`).
+No rank is chosen beforehand, because it would often be the missing one. Ranks that are overdue at the same time take
+turns: rank 0 of the group asks at once, and each next one a fraction of a second later (`turn`).
 
-A rank that gives no answer is reported as outside the call only if its process is known to have ended or to be stopped.
+A rank that does not answer is reported as outside the call only if its process is known to have ended or be stopped.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from hpcdist.core.ranks import listed
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.question import Answers, relay_seconds, remember
 
-if TYPE_CHECKING:  # the command debug needs no torch
+if TYPE_CHECKING:  # imported late: the command debug needs no torch
     from hpcdist.watch.calls_under_way import UnderWay
 
-TURN_SECONDS = 0.1  # how much later rank 1 asks than rank 0; rank 10,000 asks 1.3 s later
-PATIENCE_SECONDS = 2.0  # how long after its question an asker's report may take
-LINES = 40  # that a report has at most
-SEVERAL = 8  # kinds of tensors that it names, and reasons of silent ranks before they name no process any more
+TURN_SECONDS = 0.1  # seconds by which rank 1 asks later than rank 0; rank 10,000 asks 1.3 s later
+PATIENCE_SECONDS = 2.0  # seconds after its question within which an asker's report must come
+LINES = 40  # the most lines of a report
+SEVERAL = 8  # the most kinds of tensors in it, and the most reasons of silent ranks that name processes
 PROCESS = re.compile(r" \(process \d+\)|(?<=\()process \d+ (?=on )")
-FRESH_SECONDS = 5.0  # how long a report says where the ranks are
+FRESH_SECONDS = 5.0  # seconds for which a report is valid
 KEPT = 64  # calls that are remembered
 
 
@@ -49,7 +48,7 @@ def title(call: dict[str, Any]) -> str:
 
 
 def place(answer: dict[str, Any], group: str) -> str:
-    """Return in words where a rank is."""
+    """Return a rank's position as text."""
     if answer["calls"]:
         parts = []
         for call in answer["calls"]:
@@ -62,21 +61,21 @@ def place(answer: dict[str, Any], group: str) -> str:
 
 
 def is_unknown(judged: str) -> bool:
-    """Tell whether it is not known where a silent rank is, by what was judged of it."""
+    """Tell whether the position of a silent rank is unknown, by its judgement."""
     return judged.startswith((NO_ANSWER, NOBODY_ANSWERS))
 
 
 def collectives(answer: dict[str, Any], group: str) -> list[dict[str, Any]]:
-    """Return the calls of a group, messages aside, that a rank is in by its answer."""
+    """Return a rank's calls on a group, except messages, from its answer."""
     return [call for call in answer["calls"] if call["group"] == group and not call["message"]]
 
 
-# sentences about ranks, in which verbs follow their number
+# sentences about ranks, in singular and plural
 DIFFER = "{who} {differ}: call #{number} of {label} is {words}"
 AHEAD = "{who} {have} done {title} or a call in its place; {they_are} {words}"
 ELSEWHERE = "{who} {have} not entered {title} of {label}; {they_are} {words}"
 SILENT = "{who} {have} not entered {title} of {label}; {words}"
-ENDED = "{who} {are} not in {title} of {label}; {words}"  # before the call, in it, or after it had given the call up
+ENDED = "{who} {are} not in {title} of {label}; {words}"  # before the call, in it, or after it gave the call up
 UNKNOWN = "whether {who} {have} entered {title} of {label} is not known; {words}"
 INSIDE = "{who} {are} in it"
 VERBS = {
@@ -96,9 +95,9 @@ def sentence(text: str, ranks: Sequence[int], call: dict[str, Any], words: str =
 def compose(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
-    """Return the lines that say where the ranks of a group are; all ranks here are global ones.
+    """Return the lines with the positions of the ranks of a group; all ranks here are global ones.
 
-    ``mine`` is this rank's call, as ``UnderWay.described``; ``judge`` returns why a rank gave no answer.
+    ``mine`` is this rank's call, from ``UnderWay.described``; ``judge`` returns why a rank has not answered.
     """
     group = mine["group"]
     if mine["message"]:
@@ -127,7 +126,7 @@ def compose(
 
 
 def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, list[int]]:
-    """Return the ranks that gave no answer by the reason; which process it is goes if there are many reasons."""
+    """Return the ranks without an answer by reason; processes are not named if there are many reasons."""
     reasons = [judge(rank) for rank in silent]
     has_many = len(set(reasons)) > SEVERAL
     found: dict[str, list[int]] = defaultdict(list)
@@ -137,15 +136,15 @@ def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, l
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Return lines, of which the last one says so if some are left out."""
-    most = LINES - 2  # one says what is left out, and one which ranks are in the call
+    """Return the first lines, and one that counts the others."""
+    most = LINES - 2  # room for the count of the others, and for the ranks in the call
     return lines if len(lines) <= most + 1 else [*lines[:most], f"and {len(lines) - most} lines more"]
 
 
 def compose_message(
     mine: dict[str, Any], me: int, ranks: Sequence[int], answers: Answers, judge: Callable[[int], str]
 ) -> list[str]:
-    """Return the lines that say where the other side of a message is, or everyone who might be."""
+    """Return the lines with the position of a message's other side, or of all ranks that may be it."""
     lines: dict[str, list[int]] = defaultdict(list)
     others = [mine["peer"]] if mine["peer"] is not None else [each for each in ranks if each != me]
     if me in others:
@@ -159,7 +158,7 @@ def compose_message(
 
 
 def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> str:
-    """Return the sentence that says what waited; if that is overdue, it begins with what torch's programs look for."""
+    """Return the sentence about the call; for an overdue one it begins as torch's, because programs search for that."""
     tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
     said = (
@@ -173,7 +172,7 @@ def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> s
 
 
 class Collective(NamedTuple):
-    """A collective that ranks may wait in; the same on all that are in it."""
+    """A collective in which ranks may wait; the same on all ranks in it."""
 
     group: str
     number: int
@@ -181,21 +180,21 @@ class Collective(NamedTuple):
 
     @classmethod
     def of(cls, each: UnderWay) -> Collective | None:
-        """Return the collective that a call is, or None for a message."""
+        """Return the collective of a call, or None for a message."""
         return None if each.call.is_message else cls(each.group.group_name, each.call.number, each.call.name)
 
 
 class Report(NamedTuple):
-    """What an asker found out, as it goes to the others."""
+    """The result of an asker, which is sent to the others."""
 
     collective: Collective
-    reporter: int  # the rank whose report is on stderr
+    reporter: int  # the rank that has written the report to stderr
     title: str  # of the call
     lines: list[str]
     ends_all: bool  # whether the asker ends the call for all ranks
 
     def receivers(self, answers: Answers) -> list[int]:
-        """Return which ranks are in the call; if it ends for all, those in another one of the group too."""
+        """Return the ranks in the call; if it ends for all, also those in another call of the group."""
         group, number, name = self.collective
         return [
             rank
@@ -206,25 +205,25 @@ class Report(NamedTuple):
 
 
 class Reports:
-    """Who has asked this rank about what, and the reports that have come; about a message, None, nothing has."""
+    """The askers of this rank and the reports that have come, by collective; there are none about messages (None)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._askers: dict[
             Collective | None, tuple[int, float]
-        ] = {}  # the lowest rank that asked, and until when it may take
-        self._swept: dict[str, float] = {}  # by group: when all its ranks were last asked for their traces
+        ] = {}  # the lowest rank that asked, and the time until which its report must come
+        self._swept: dict[str, float] = {}  # by group: the last time when all its ranks were asked for their traces
         self._reports: dict[Collective | None, tuple[Report, float]] = {}
 
     def note_asker(self, collective: Collective, rank: int, size: int) -> None:
-        """Take note that a rank asks about a call on a group of so many."""
+        """Record that a rank asks about a call on a group of ``size`` ranks."""
         lowest = self.asker(collective)
         if lowest is None or rank <= lowest:
-            # it asks, and sends its report
+            # it asks, and will send its report
             remember(self._askers, collective, (rank, self._clock() + PATIENCE_SECONDS + 2 * relay_seconds(size)), KEPT)
 
     def note_sweep(self, group: str) -> None:
-        """Take note that all ranks of a group were asked for their traces."""
+        """Record that all ranks of a group were asked for their traces."""
         remember(self._swept, group, self._clock(), KEPT)
 
     def was_swept(self, group: str) -> bool:
@@ -237,12 +236,12 @@ class Reports:
         return rank if self._clock() < until else None
 
     def turn(self, collective: Collective | None, rank: int, since: float) -> float:
-        """Return the moment from which a rank of the group may ask about a call that it was to ask about since one."""
+        """Return the time from which a rank of the group may ask about a call that is due since ``since``."""
         _, until = self._askers.get(collective, (None, -math.inf))
         return max(since, until) + TURN_SECONDS * math.log2(1 + rank)
 
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
-        """Return the rank that reports a group's hang in place of this one, or None: one that did, or a lower one."""
+        """Return the rank that reports a group's hang in place of this one, one that has done so or a lower one, or None."""
         askers = [self.asker(each) for each in list(self._askers) if each is not None and each.group == group]
         found = {asker for asker in askers if asker is not None and asker < rank}
         for other, answer in answers.items():
@@ -261,7 +260,7 @@ class Reports:
 
 
 def judge_of(liveness: Liveness, answers: Answers) -> Callable[[int], str]:
-    """Return a function that says why a rank did not answer, as seen from here and by the ranks of its node."""
+    """Return a function that returns why a rank did not answer, from this rank's view and that of its node's ranks."""
     endpoints, states = liveness.channel.endpoints, dict[int, str]()
     for witness, answer in answers.items():
         for rank, state in answer["halted"]:

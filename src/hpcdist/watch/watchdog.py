@@ -1,15 +1,15 @@
-"""Watchdog: the thread that notices calls which do not end, reports where the other ranks are, and ends the wait.
+"""Watchdog: the thread that detects calls which do not end, reports the positions of the ranks, and ends the wait.
 
-There is one a process. At each tick it looks at the calls that block (``calls_under_way``). A call that it has seen
-for longer than the group's timeout is overdue, and so is, after 2 s, one that waits for a rank that is known to have
-ended. One of the ranks that wait asks the others where they are (``channel``), writes the report (``report``) and the
-trace (``recorder``), and sends the report to those in the same call. What is done when is decided by ``escalation``.
-Each rank ends its wait in the gentlest way there is:
+Each process has one. At each tick it checks the calls that block (``calls_under_way``). A call that it has seen for
+longer than the group's timeout is overdue, and so is, after 2 s, one that waits for a rank that is known to have ended.
+One of the waiting ranks asks the others for their calls (``channel``), writes the report (``report``) and the trace
+(``recorder``), and sends the report to the ranks in the same call. ``escalation`` decides the order and times of the
+steps. Each rank ends its wait in the mildest possible way:
 
-1. the library raises by itself (gloo): nothing more; its error asks for what the report would say;
-2. a queued call, a receive, or a call that a device is at: the wait raises DistBackendError;
+1. the library raises by itself (gloo): nothing more; its error contains what the report would say;
+2. a queued call, a receive, or a device's call: the wait raises DistBackendError;
 3. ULFM: the communicator is revoked, and the blocked call raises;
-4. else, or if it does not raise, the job is aborted, because MPI or NCCL cannot be taken out of a blocking call.
+4. else, or if it does not raise, the job is aborted, because a blocked call of MPI or NCCL cannot be ended.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from hpcdist.watch.signals import HANDLED, WATCHED, Signals, end_by, is_pythons
 
 SHORTEST_TICK, LONGEST_TICK = 0.02, 1.0  # seconds
 TICKS_PER_TIMEOUT = 20
-ANSWER_SECONDS = 1.0  # how long the others have to answer, past the deadline
-ENDED_SECONDS = 2.0  # how long MPI or the launcher may take to act on a rank that has ended, before the watchdog does
-SIGINT_SECONDS = 1.0  # how long a call may go on after a Ctrl-C
-FAILURES = 20  # of its own that the watchdog reports at most
-STANDSTILL_SECONDS = 1.0  # a thread that is this late stood still with its process: the job was suspended
-TRACE_SECONDS = 2.0  # how long a trace is waited for: a file system may never answer
-OTHERS_TRACE_SECONDS = 0.1  # the same on a rank that others ask for it, and for more
+ANSWER_SECONDS = 1.0  # seconds that the others have to answer, past the deadline
+ENDED_SECONDS = 2.0  # seconds that MPI or the launcher have to act on an ended rank, before the watchdog does
+SIGINT_SECONDS = 1.0  # seconds that a call may continue after a Ctrl-C
+FAILURES = 20  # the most failures of its own that the watchdog reports
+STANDSTILL_SECONDS = 1.0  # seconds of delay that show that the process was suspended
+TRACE_SECONDS = 2.0  # seconds to wait for a trace: a file system may never answer
+OTHERS_TRACE_SECONDS = 0.1  # the same on a rank that others ask for a trace, and for more
 REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 
 
@@ -68,24 +68,24 @@ class Watchdog:
         self.liveness = Liveness(self.channel)
         self.recorder = Recorder(name)
         self.signals = Signals()
-        self.calls: list[UnderWay] = []  # under way, when they were looked at last
+        self.calls: list[UnderWay] = []  # the calls under way at the last tick
         self.reports = Reports()
         self.inspection = Inspection()
         self.job_end = JobEnd(self.liveness, self.say)
-        self.meeting: Meeting | None = None  # of an elastic job, that this process waits in
-        self.leaving = False  # whether the program has ended, and only MPI's end is to come
-        self.has_left = False  # whether the calls that it had queued have ended too
-        self.waits_until = 0.0  # no call is overdue before; for a rank in the debugger
-        self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, as in answers
-        self._found: list[UnderWay] = []  # the calls that the last SIGINT found under way
-        self._sigint_due = 0.0  # when one of them is to be ended
+        self.meeting: Meeting | None = None  # the meeting of an elastic job in which this process waits
+        self.leaving = False  # whether the program has ended, and only MPI_Finalize is left
+        self.has_left = False  # whether the queued calls have ended too
+        self.waits_until = 0.0  # no call is overdue before this time; for a rank in the debugger
+        self._given_up: deque[dict[str, Any]] = deque(maxlen=8)  # calls whose wait was ended, in the form of answers
+        self._found: list[UnderWay] = []  # the calls that were under way at the last SIGINT
+        self._sigint_due = 0.0  # the time when one of them is ended
         self._is_dump_due = False  # whether another rank has asked for a trace that is not written yet
         self._stood_still = 0.0  # seconds
         self._next_look = 0.0
-        self._next_second = 0.0  # when what is done once a second is due
-        self._failures: set[str] = set()  # of this thread, that were reported
-        self._tracer: threading.Thread | None = None  # which writes a trace, or has written the last one
-        self._debug_socket: DebugSocket  # from ``start`` on
+        self._next_second = 0.0  # the time of the next checks, once a second
+        self._failures: set[str] = set()  # failures of this thread that were reported
+        self._tracer: threading.Thread | None = None  # the thread that writes a trace, or has written the last one
+        self._debug_socket: DebugSocket  # set by ``start``
         self.channel.note_failure = self._note_failure
         register = self.channel.register
         register("where", self._where)
@@ -104,8 +104,8 @@ class Watchdog:
         self.channel.thread = self._thread.ident or 0
 
     def leave_to_parent(self) -> None:
-        """Undo what is this process's, in a forked child, and close what is its parent's: a port that stays open would
-        make its process look alive.
+        """Undo the parent's settings in a forked child, and close the parent's sockets: an open port would
+        make the parent look alive.
         """
         self.signals.remove()
         self.liveness.close()
@@ -119,19 +119,19 @@ class Watchdog:
             try:
                 self._take_in(min(self._next_look, self.channel.push()) - time.monotonic())
                 if time.monotonic() >= self._next_look:
-                    self._next_look = time.monotonic() + SHORTEST_TICK  # also if a look raises
+                    self._next_look = time.monotonic() + SHORTEST_TICK  # also if a tick raises
                     self.look()
                     is_one_due = any(each.state is State.DUE for each in self.calls)
                     self._next_look = time.monotonic() + (SHORTEST_TICK if is_one_due else self.tick())
                 for each in self.calls:
                     each.release()
-            except Exception as error:  # without this thread nobody would notice a hang
-                with suppress(Exception):  # there may be no memory for it
+            except Exception as error:  # without this thread a hang would not be detected
+                with suppress(Exception):  # memory may be exhausted
                     self._note_failure(error)
                 time.sleep(SHORTEST_TICK)
 
     def _note_failure(self, error: Exception) -> None:
-        """Report what this thread's work has raised, each kind once; it goes on."""
+        """Report an exception of this thread's work, each kind once; the thread continues."""
         lines = format_exception(error)
         if len(self._failures) < FAILURES and (where := str(lines[-2:])) not in self._failures:
             self._failures.add(where)
@@ -139,7 +139,7 @@ class Watchdog:
             self.say(explained(text, "watchdog-error"))
 
     def _take_in(self, seconds: float) -> None:
-        """Wait for what comes from outside, and deal with it."""
+        """Wait for datagrams, signals and clients, and handle them."""
         debug_socket, began = self._debug_socket, time.monotonic()
         ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
@@ -157,16 +157,16 @@ class Watchdog:
             self.dump_if_due(OTHERS_TRACE_SECONDS)
 
     def clock(self) -> float:
-        """Return the seconds on a clock that stands still with this process, as its job is suspended."""
+        """Return the seconds of a clock that stops while the process is suspended."""
         return time.monotonic() - self._stood_still
 
     def tick(self) -> float:
-        """Return the seconds to the next look: a part of the shortest timeout."""
+        """Return the seconds to the next tick: a fraction of the shortest timeout."""
         limits = [group.timeout.total_seconds() for group in list(WORLD.groups.values())]
         return min(LONGEST_TICK, max(SHORTEST_TICK, min(limits, default=60.0) / TICKS_PER_TIMEOUT))
 
     def look(self) -> None:
-        """Note what is under way, and deal with what is overdue."""
+        """Update the calls under way, and handle overdue ones."""
         now = time.monotonic()
         self.recorder.tick()
         self.inspection.look(now)
@@ -183,7 +183,7 @@ class Watchdog:
         calls = [each for each in self.under_way() if each.group.size() > 1]
         for each in calls:
             if self.job_end.is_known and not each.backend.faults.interrupts_all():
-                continue  # the launcher ends the job, with the status of the rank that has left
+                continue  # the launcher ends the job, with the status of the rank that has exited
             if each.limit is None and now >= self.waits_until:
                 self._advance(each, now)
             self._escalate(each)
@@ -191,7 +191,7 @@ class Watchdog:
             self._end_interrupted(calls)
 
     def _end_interrupted(self, calls: list[UnderWay]) -> None:
-        """End the call that a SIGINT found the main thread in, if Python would interrupt the program after it."""
+        """End the call that was interrupted by SIGINT on the main thread, if Python would raise after it."""
         found, self._found = self._found, []
         if not is_pythons(signal.getsignal(signal.SIGINT)):
             return
@@ -208,13 +208,13 @@ class Watchdog:
         return self.calls
 
     def end_call(self, each: UnderWay, reason: str) -> None:
-        """Report why a call is ended, and begin to end it, if that has not begun."""
+        """Report why a call is ended, and begin to end it, unless that has begun."""
         if each.state is not State.ENDING and not each.has_ended():
             self.say(reason)
             self._end(each, reason, False)
 
     def _end_failed(self) -> None:
-        """End what is under way on communicators that the library itself reports as broken (NCCL)."""
+        """End the calls on communicators that the library itself reports as broken (NCCL)."""
         for group in list(WORLD.groups.values()):
             for backend in group.in_use():
                 if (failure := backend.faults.check_async()) is not None:
@@ -244,10 +244,10 @@ class Watchdog:
         return {}
 
     def _where(self, message: Message) -> Message:
-        """Return where this rank is, in a ``group``.
+        """Return this rank's position in a ``group``, the answer to other ranks.
 
-        ``dump`` asks for a trace too; ``about`` is a call that the asker waits in; ``left`` is its process, if it makes
-        no more; ``first`` asks for what the command ``debug`` shows (``Inspection.answer``).
+        ``dump`` requests a trace too; ``about`` is the call in which the asker waits; ``left`` is its process, if it
+        makes no more calls; ``first`` requests the data of the command ``debug`` (``Inspection.answer``).
         """
         asker, group = message["from"], WORLD.groups.get(message["group"])
         if message.get("left"):
@@ -272,26 +272,26 @@ class Watchdog:
         }
 
     def renumber(self, remaining: list[int]) -> None:
-        """Take note that the world's ranks have other numbers: ``remaining`` are their numbers until now.
+        """Renumber the world's ranks: ``remaining`` are their old numbers.
 
-        If none remain, ``watch`` gives them their numbers.
+        If none remain, ``watch`` assigns new numbers.
         """
         self.channel.renumber(remaining)
-        self.reports = Reports()  # the next groups and calls have the same names and numbers
+        self.reports = Reports()  # the next groups and calls will have the same names and numbers
         self._given_up.clear()
         if remaining:
             self.channel.rank = remaining.index(self.rank)
             logs.ORIGIN.rank, logs.ORIGIN.size = self.rank, len(remaining)
 
     def dump_if_due(self, seconds: float = TRACE_SECONDS) -> None:
-        """Write the trace that other ranks have asked for, once for all their questions."""
+        """Write the trace that other ranks have requested, once for all their questions."""
         if self._is_dump_due:
             self.dump(seconds)
 
     def dump(self, seconds: float = TRACE_SECONDS) -> str:
-        """Write this rank's trace, and wait so long for it; return where it is.
+        """Write this rank's trace, wait some seconds for it, and return its place.
 
-        A failure to write must not hide what it is written for, nor a file system that never answers.
+        Neither a failed write nor a file system that never answers may hide the error for which it is written.
         """
         self._is_dump_due = False
         if self._tracer is not None:
@@ -309,7 +309,7 @@ class Watchdog:
         tracer = threading.Thread(target=write, name="hpcdist-trace", daemon=True)
         try:
             tracer.start()
-        except RuntimeError:  # no thread can be started, as at Python's end
+        except RuntimeError:  # no thread can be started, such as at Python's end
             write()
         else:
             self._tracer = tracer
@@ -317,7 +317,7 @@ class Watchdog:
         return said[0] if said else f"nowhere yet (it takes more than {seconds:g} s)"
 
     def explain(self, record: Any) -> str:
-        """Return where the other ranks are, for the error of a wait that timed out: a record's, or this thread's."""
+        """Return the positions of the other ranks, for the error of a timed out wait: a record's, or this thread's."""
         if record is None:
             record = next((each.record for each in under_way() if each.is_own()), None)
         if record is None or record[0].group not in WORLD.groups:
@@ -340,13 +340,13 @@ class Watchdog:
     # -- past the deadline ---------------------------------------------------------------------------
 
     def _limit(self, each: UnderWay, seconds: float) -> float:
-        """Return how many seconds a call may take that has taken some already: fewer if a rank of it has ended."""
+        """Return the limit of a call that has taken some seconds already: less if a rank of it has ended."""
         if seconds < ENDED_SECONDS or self.liveness.gone().isdisjoint(each.group.ranks):
             return each.timeout
         return min(each.timeout, ENDED_SECONDS)
 
     def _advance(self, each: UnderWay, now: float) -> None:
-        """Take a call one step further if it is overdue: end it for what another rank has found out, or ask."""
+        """Take the next step for an overdue call: end it by another rank's report, or ask."""
         collective = Collective.of(each)
         if not each.is_due(now, self._limit(each, now - each.first_seen)):
             return
@@ -356,13 +356,13 @@ class Watchdog:
             each.state = State.ASKING
             try:
                 self._report(each, now - each.first_seen, collective)
-            except Exception as error:  # the call is to end all the same
+            except Exception as error:  # the call must still be ended
                 self._note_failure(error)
                 headline = report.headline(each.described(), each.timeout)
                 self.end_call(each, f"{headline}; where the others are could not be found out")
 
     def _report(self, each: UnderWay, seconds: float, collective: Collective | None) -> None:
-        """Ask where the others are, report it, also to those in the same call, and end the wait."""
+        """Ask for the others' positions, write and send the report, and end the wait."""
         group, mine = each.group, each.described()
         asked: Sequence[int] = group.ranks
         if mine["peer"] is not None and self.reports.was_swept(group.group_name):
@@ -370,7 +370,7 @@ class Watchdog:
         answers, lines = self._find_out(mine, group, asked, ANSWER_SECONDS, about=collective, dump=True)
         if each.has_ended() or each.state is State.ENDING:
             return  # it ended while the others were asked
-        if self._limit(each, seconds) > seconds:  # the rank that was known to have ended has answered
+        if self._limit(each, seconds) > seconds:  # the rank that was believed to have ended has answered
             each.state = State.RUNNING
             return
         asker = self.reports.asker(collective)
@@ -387,7 +387,7 @@ class Watchdog:
         else:
             self.say(f"{headline}; see the report of rank {reporter}")
         if collective is not None:
-            # whether to end the call here ends it on all ranks: by ULFM, or with the job
+            # whether ending the call here ends it on all ranks: by ULFM, or with the job
             ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.faults.interrupts_all())
             source = self.rank if reporter is None else reporter
             self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
@@ -396,7 +396,7 @@ class Watchdog:
     def _find_out(
         self, mine: dict[str, Any], group: Group, asked: Sequence[int], seconds: float, **more: Any
     ) -> tuple[Answers, list[str]]:
-        """Ask ranks of a group where they are, as ``_where`` reads it; return the answers, and what a report says."""
+        """Ask ranks of a group for their positions; return the answers, and the lines of a report."""
         answers = self.channel.ask(asked, "where", seconds, group=group.group_name, **more)
         return answers, report.compose(mine, self.rank, group.ranks, answers, judge_of(self.liveness, answers))
 
@@ -405,23 +405,23 @@ class Watchdog:
             self.channel.ask(receivers, "report", NEWS_SECONDS, report=made)
 
     def _take_report(self, message: Message) -> Message:
-        """Keep a report; one that ends the call for all ranks ends it here too, before the library does."""
+        """Store a report; one that ends the call for all ranks ends it here too, before the library does."""
         collective, *rest = message["report"]
         found = Report(Collective(*collective), *rest)
-        is_known = self.reports.find(found.collective) == found  # sent again, because the receipt was late
+        is_known = self.reports.find(found.collective) == found  # a repetition, because the receipt was late
         self.reports.add(found)
         if is_known or not found.ends_all:
             return {}
         for each in self.under_way():
             others = each.call.is_message or each.limit is not None or each.group.group_name != found.collective.group
-            # a rank whose call has raised goes on with it, without those that the report is about
+            # a rank whose call has raised continues with it, without the ranks of the report
             others = others or (each.call.name in REMAKING and found.collective.name not in REMAKING)
             if not others and each.state is not State.ENDING:
                 self._end_as_reported(each, found)
         return {}
 
     def _end_as_reported(self, each: UnderWay, found: Report) -> None:
-        """End a wait for what another rank found out."""
+        """End a wait by another rank's report."""
         mine, is_same = each.described(), Collective.of(each) == found.collective
         headline = report.headline(mine, each.timeout, is_same)
         self.say(f"{headline}; see the report of rank {found.reporter}")
@@ -441,7 +441,7 @@ class Watchdog:
         self._escalate(each)
 
     def _escalate(self, each: UnderWay) -> None:
-        """End a wait in the ways whose time has come."""
+        """End a wait, by the next way whose time has come."""
         while time.monotonic() >= each.next_at:
             seconds = next(each.ways, math.inf)
             each.next_at = time.monotonic() + seconds
@@ -455,20 +455,20 @@ class Watchdog:
             return False
 
     def abort(self, backend: Backend, reason: str) -> None:
-        """Abort the job, and see to it that every process of it ends, also if the launcher cannot."""
+        """Abort the job; every process of it ends, also if the launcher cannot end it."""
         try:
             self.announce_abort(reason)
         finally:
             backend.end_job(ABORT_STATUS)
 
     def announce_abort(self, reason: str, leaves: bool = False) -> bool:
-        """Write why the job is aborted, also to all its processes, which end by themselves if nothing else ends them.
+        """Write why the job is aborted, and inform all its processes, which end by themselves if nothing else ends them.
 
-        ``leaves`` says whether this process ends with its own status. Returns whether all of them have taken note.
+        ``leaves``: this process ends with its own status. Returns whether all of them have acknowledged.
         """
         self.say(reason)
         first_line, has_reached_all = reason.splitlines()[0], False
-        if not self.job_end.is_known:  # else the others know
+        if not self.job_end.is_known:  # otherwise the others know
             news = {"reason": first_line[:1000], "leaves": leaves}
             seconds = LAUNCHER_SECONDS if leaves else NEWS_SECONDS
             others = self.channel.others()
@@ -478,17 +478,17 @@ class Watchdog:
         return has_reached_all
 
     def say(self, text: str) -> None:
-        """Write to stderr, whole, if the launcher that forwards it is still there."""
+        """Write to stderr, in one piece, if the launcher that forwards it still exists."""
         write_to_stderr(f"[rank {self.rank} of {logs.ORIGIN.size}] hpcdist: {printable(text)}\n")
 
 
-RUNNING: list[Watchdog] = []  # the process's own: one, from its first group on to its end
-FORKING = threading.local()  # the signals that a thread which forks held back before
+RUNNING: list[Watchdog] = []  # the watchdog of this process: one, from its first group to its end
+FORKING = threading.local()  # the signals that a forking thread had blocked before
 
 
 def before_fork() -> None:
-    """Hold signals back while the child has what is this process's, and let nobody look at frames."""
-    calls_under_way.LOOKING.acquire()  # the child has no thread that would release it
+    """Block signals and the reading of frames while the child still has the parent's settings."""
+    calls_under_way.LOOKING.acquire()  # the child lacks the thread that would release it
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
@@ -513,14 +513,14 @@ os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_chi
 
 
 def watch(group: Group) -> Watchdog:
-    """Watch over a default group's calls from now on; every rank of it calls this.
+    """Start the watch over a default group's calls; every rank of it calls this.
 
-    One collective on the group lets the ranks know where the others listen.
+    One collective on the group exchanges the endpoints.
     """
     rank = group.ranks[group.rank()]
     logs.ORIGIN.rank, logs.ORIGIN.size = rank, group.size()
     watchdog = RUNNING[0] if RUNNING else Watchdog("", rank)
-    group.journal.follow()  # the ring that the recorder and the log have set up
+    group.journal.follow()  # use the ring of the recorder and the log
     watchdog.channel.rank = rank
     own, secret = watchdog.channel.own, os.environ.get(SECRET_VARIABLE)
     mine = (tuple(own), secrets.token_hex(8), key_of(secret) if secret else "")
@@ -535,7 +535,7 @@ def watch(group: Group) -> Watchdog:
     if not RUNNING:
         watchdog.start()
         RUNNING.append(watchdog)
-    watchdog.signals.install()  # unless another thread has made the group; the main one may make the next
+    watchdog.signals.install()  # unless another thread makes the group; the main thread may make the next one
     hooks.explain = watchdog.explain
     extra = {"group": group.group_name}
     logs.LOG.info("default group of %d ranks, %s", group.size(), group.config, extra=extra)
