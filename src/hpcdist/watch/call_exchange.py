@@ -31,9 +31,7 @@ LISTS_KIND = "members"
 ANSWER_SECONDS = 0.5
 LISTS_SECONDS = 0.3
 ASKED = 64  # members of a group that are asked at a time
-UNANSWERED = (
-    3  # unanswered questions after which there are no more until another node answers: UDP may be blocked between nodes
-)
+UNANSWERED = 3  # questions after which there are no more until another node answers: UDP may be blocked
 KEPT_SECONDS = 0.5  # seconds that a rank has to send the words that it keeps
 RETURN_SECONDS = 1.0  # seconds that calls have to return after a difference was found
 ENDED_GROUPS = 64  # kept for ranks that end them later
@@ -69,7 +67,7 @@ class CallExchange:
     # -- once a second -------------------------------------------------------------------------------
 
     def look(self, calls: list[UnderWay]) -> None:
-        """Send this rank's positions to the next node, if it leads its own, and end calls on groups that have failed."""
+        """Send this rank's positions to the next node, if it leads its own, and end calls on failed groups."""
         self._compare_making(calls)
         for log in self._live():
             if log.failure is not None:

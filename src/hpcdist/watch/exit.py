@@ -55,9 +55,7 @@ class Look(NamedTuple):
     """The state of the other ranks at one moment, for a rank that exits."""
 
     waits: dict[tuple[int, str, int], str]  # calls that cannot end without this rank, by rank, group and number
-    stuck: list[
-        str
-    ]  # processes that are stopped, or do not answer and have neither come to the exit nor ended, as text
+    stuck: list[str]  # processes that are stopped, or do not answer, and have not come to the exit, as text
     lacks_one: bool  # whether a process has ended, or MPI knows that one died
     others_stay: bool  # whether another rank has neither ended nor come to the exit
 

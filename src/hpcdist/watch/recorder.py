@@ -60,9 +60,7 @@ class Recorder:
 
     def __init__(self, name: str) -> None:
         self.name = name  # the name of the job, the same on all ranks
-        self.ticks: deque[tuple[int, int]] = deque(
-            maxlen=4096
-        )  # times in nanoseconds, and the number of calls until then
+        self.ticks: deque[tuple[int, int]] = deque(maxlen=4096)  # nanoseconds, and the calls until then
         length = next((os.environ[name] for name in LENGTH_VARIABLES if os.environ.get(name)), None)
         if length is not None and length.isdigit() and int(length) > 0:
             RING.resize(int(length))
@@ -150,9 +148,7 @@ def make_private(folder: str) -> None:
 def entry(
     call: CallRecord, group: Any, record: int, state: str, created: int, frames: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    name = NAMES.get(call.name) or (
-        call.name if call.name in KNOWN else "barrier"
-    )  # the only name that the tool accepts
+    name = NAMES.get(call.name) or (call.name if call.name in KNOWN else "barrier")  # a name that the tool knows
     given, received = sizes(call, group.rank(), group.size())
     dtype = str(call.dtype).removeprefix("torch.").capitalize() if call.dtype is not None else ""
     is_message = name in ("send", "recv")

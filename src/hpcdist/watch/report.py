@@ -241,7 +241,7 @@ class Reports:
         return max(since, until) + TURN_SECONDS * math.log2(1 + rank)
 
     def reporter(self, group: str, rank: int, answers: Answers) -> int | None:
-        """Return the rank that reports a group's hang in place of this one, one that has done so or a lower one, or None."""
+        """Return the rank that has reported a group's hang, or a lower one that will, or None."""
         askers = [self.asker(each) for each in list(self._askers) if each is not None and each.group == group]
         found = {asker for asker in askers if asker is not None and asker < rank}
         for other, answer in answers.items():

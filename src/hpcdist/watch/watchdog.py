@@ -462,7 +462,7 @@ class Watchdog:
             backend.end_job(ABORT_STATUS)
 
     def announce_abort(self, reason: str, leaves: bool = False) -> bool:
-        """Write why the job is aborted, and inform all its processes, which end by themselves if nothing else ends them.
+        """Write why the job is aborted, and inform all its processes, which end by themselves if need be.
 
         ``leaves``: this process ends with its own status. Returns whether all of them have acknowledged.
         """
