@@ -1,7 +1,7 @@
 """Backend of torch's own C++ library for GPUs: NCCL in builds for CUDA, RCCL for ROCm, XCCL for Intel's GPUs.
 
-It needs a store and nothing else, which is opened over MPI: no address, no port. Calls have c10d's stream semantics by
-the side streams of ``nccl.streams``; torch's watchdog, flight recorder and options come with it.
+It needs only a store, which is opened over MPI: no address, no port. Calls have c10d's stream semantics by the side
+streams of ``nccl.streams``; torch's watchdog, flight recorder and options are available.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge import private_names
 
-KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name of ROCm's GPUs is cuda too
+KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name for ROCm's GPUs is cuda too
 GPUS: Any = getattr(torch, KIND)
 
 
 def process_group(bootstrap: Bootstrap) -> Any:
     """Make torch's C++ backend over the bootstrap's store, with the caller's options if they are of its class.
 
-    DistBackendError if this torch has none, or the process sees no GPU.
+    DistBackendError if this torch lacks it, or the process sees no GPU.
     """
     made = private_names.named("ProcessGroupXCCL" if KIND == "xpu" else "ProcessGroupNCCL")
     if made is None or not GPUS.is_available():
@@ -86,7 +86,7 @@ class TorchBackend(C10dBackend, Faults):
         self.faults = self
         self.peer = bootstrap.peer
         self._owned_peer: Backend | None = None
-        self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU: for collectives, for messages by peer
+        self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU, for collectives, and for messages by peer
         self._failure: DistBackendError | None = None
         self.batch = Batch(self._launch)
 
@@ -133,7 +133,7 @@ class TorchBackend(C10dBackend, Faults):
             super().run(call)
 
     def start(self, call: Call) -> Work:
-        """Queue one collective behind what the current stream holds."""
+        """Queue one collective behind the work on the current stream."""
         is_barrier = call.row is BARRIER
         if is_barrier:
             token = torch.zeros(1, device=self.device)
@@ -151,7 +151,7 @@ class TorchBackend(C10dBackend, Faults):
         return self.device if given is None else given.device
 
     def _side(self, device: torch.device, peer: int | None = None) -> Streams:
-        """Return the side stream of collectives, or of the messages with one rank, which do not wait for others'."""
+        """Return the side stream of collectives, or of messages with one rank, which do not wait for other ranks'."""
         key = (device.index, peer)
         streams = self._streams.get(key)
         if streams is None:
@@ -166,7 +166,7 @@ class TorchBackend(C10dBackend, Faults):
         row, send, recv, op, root, *_ = call
         if row in (REDUCE, REDUCE_SCATTER_SINGLE) and self._is_native(send.dtype, op) and send.numel():
             if row is REDUCE:
-                target = send.clone() if recv is not send else send  # torch's writes on other ranks than the root too
+                target = send.clone() if recv is not send else send  # torch's writes on all ranks
                 options = self._options(c10d.ReduceOptions, reduceOp=op, rootRank=root, rootTensor=0)
                 self.inner.reduce([target], options).wait()
                 if recv is not None and recv is not target:
@@ -216,7 +216,7 @@ class TorchBackend(C10dBackend, Faults):
         def queue(_: int) -> None:
             if tensor.numel():
                 begun = begin()
-                if begun is not None:  # launched together it has none of its own
+                if begun is not None:  # launched together, it has no Work of its own
                     begun.wait()
 
         return self._begin(Held("message", queue, finish, work))
@@ -224,7 +224,7 @@ class TorchBackend(C10dBackend, Faults):
     # -- launched together -----------------------------------------------------------------------------
 
     def _launch(self, streams: Streams, calls: list[Held], is_group: bool) -> None:
-        """Launch those that are one call of torch's together, and behind them the others."""
+        """Launch the calls that are one call of torch's together, and the others behind them."""
         with streams.on_side():
             if is_group:
                 self.inner._start_coalescing()
@@ -255,11 +255,11 @@ class TorchBackend(C10dBackend, Faults):
         return oldest(list(self._streams.values()))
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """Abort the communicators, and end what is under way with an error."""
+        """Abort the communicators, and end the calls under way with an error."""
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False
         self._failure = DistBackendError(reason)
-        for streams in list(self._streams.values()):  # another thread may add some meanwhile
+        for streams in list(self._streams.values()):  # a copy: another thread may add some meanwhile
             streams.failure = self._failure
         self.inner.abort()
         for streams in list(self._streams.values()):
@@ -267,7 +267,7 @@ class TorchBackend(C10dBackend, Faults):
         return True
 
     def abort(self, reason: str) -> None:
-        """Abort the communicators: no other rank takes part in that."""
+        """Abort the communicators, without the other ranks."""
         self.interrupt(reason)
         with suppress(RuntimeError):
             super().abort(reason)
@@ -288,12 +288,12 @@ class TorchBackend(C10dBackend, Faults):
             owned.close()
 
 
-# what is one call of torch's, and so may be launched together with others
+# the rows that are one call of torch's, and so may be launched together with others
 DIRECT = (ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_REDUCE)
 
 
 def is_direct(call: Call) -> bool:
-    """Tell whether a collective is one call of torch's, with nothing to do behind it."""
+    """Tell whether a collective is one call of torch's, without a step behind it."""
     row, send, recv, op, *_ = call
     if row not in DIRECT or send is None or recv is None or not send.numel():
         return False

@@ -85,7 +85,7 @@ class JobEnd:
         return self._exits is not None
 
     def note(self, reason: str, leaves: bool = False) -> None:
-        """Record that the job is aborted, or a rank ``leaves`` it; the launcher has some seconds to end this process."""
+        """Record that the job is aborted, or a rank ``leaves`` it; this process has some seconds to be ended."""
         if self._exits is None:
             self._exits = time.monotonic() + (END_SECONDS if leaves else LAUNCHER_SECONDS), reason
             self._hides_status = leaves

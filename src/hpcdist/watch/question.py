@@ -41,7 +41,7 @@ def parts_of(ranks: list[int]) -> dict[int, set[int]]:
 
 
 def relay_seconds(count: int) -> float:
-    """Return the seconds by which ``count`` ranks' answers may come later than one's, if a relay is silent at each step."""
+    """Return by how many seconds ``count`` ranks' answers may be late, if a relay is silent at each step."""
     return STEP_SECONDS * max(0, math.ceil(math.log(max(1, count), FAN)) - 1)
 
 

@@ -1,1 +1,1 @@
-"""NCCL, by nccl4py: how a group carries CUDA tensors."""
+"""NCCL, by nccl4py: the backend of CUDA tensors."""

@@ -1,7 +1,7 @@
 """NCCL backend: carries a process group's CUDA tensors, by nccl4py.
 
-What a call means for CUDA streams, and what memory it keeps, is in ``streams``; which of NCCL's functions make a row of
-the table in ``calls``; and where the communicators come from in ``communicators``.
+``streams`` has the stream semantics of calls and the lifetime of memory, ``calls`` NCCL's functions for each row of the
+table, and ``communicators`` the creation of communicators.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hpcdist.core.work import Work
 
 ALONE = "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
 
-Queue = Callable[[int], None]  # queues a call on the stream of a handle; holds all that the call reads and writes
+Queue = Callable[[int], None]  # queues a call on the stream of a handle; references all of its memory
 
 
 class NCCLBackend(Backend):
     """The NCCL communicators of one process group, and the calls on them.
 
-    The store is the group's own part of one, if there is no CPU backend to bootstrap over.
+    Without a CPU backend for the bootstrap, the store has a prefix of the group's own.
     """
 
     name: ClassVar[str] = "nccl"
@@ -53,18 +53,18 @@ class NCCLBackend(Backend):
         self._calls: dict[Row, Function] = calls_of(library)
         self._ops = {each.name: int(each) for each in library.core.NcclRedOp}
         self._types = {dtype: int(library.core.NcclDataType[name]) for dtype, name in datatypes.DATATYPES.items()}
-        self._token: torch.Tensor | None = None  # what a barrier reduces
+        self._token: torch.Tensor | None = None  # the tensor that a barrier reduces
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> NCCLBackend:
-        """Make the group's NCCL; its communicator at once if the device is named."""
+        """Make the group's backend, and its communicator at once if the device is named."""
         library = load()
         check_gpu()
         variables.warn()
         backend = cls(bootstrap.rank, bootstrap.size, library, finding.channel_store(bootstrap))
         backend.peer, backend.communicators.options = bootstrap.peer, bootstrap.options
         if backend.peer is None and bootstrap.comm is not None:
-            # a group with NCCL only, under MPI: a communicator of MPI to find each other over
+            # a group with NCCL only, under MPI: MPI's communicator for the bootstrap
             backend.peer = backend._owned_peer = registry.connect("mpi", bootstrap)
         if bootstrap.device_id is not None and bootstrap.device_id.type == "cuda":
             backend.connect_device(bootstrap.device_id)
@@ -74,24 +74,24 @@ class NCCLBackend(Backend):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The GPU that the group is on; before it is connected, the current one."""
+        """The group's GPU; before it is connected, the current one."""
         for link in self.communicators.links():
             return link.streams.device
         return torch.device("cuda", torch.cuda.current_device())
 
     def connect_device(self, device: torch.device) -> None:
-        """Make the group's communicator on a GPU, if there is none yet, and let messages go over it too."""
+        """Make the group's communicator on a GPU, if there is none yet, and use it for messages too."""
         if self.communicators.group is None:
             self._connect(device)
         self.communicators.is_eager = True
 
     def _connect(self, device: torch.device) -> Link:
-        """Make the group's communicator on a device; every rank of the group is here."""
+        """Make the group's communicator on a device; every rank of the group calls."""
         self.communicators.check_live()
         return self.communicators.connect(device, finding.known(self._channel()), self.peer)
 
     def _channel(self) -> finding.Channel | None:
-        """Return what the ranks find each other over: a part of a store, this group's CPU backend, or a parent's."""
+        """Return the channel of the bootstrap: a part of a store, this group's CPU backend, or a parent's."""
         if self.peer is None or isinstance(self._given, finding.StoreChannel):
             return self._given
         return finding.PeerChannel(self.peer)
@@ -99,8 +99,8 @@ class NCCLBackend(Backend):
     def _pair(self, peer: int, device: torch.device) -> tuple[Link, int]:
         """Return the communicator for messages with one rank, and that rank in it.
 
-        In a group connected at once it is the group's. Otherwise it is one of the two ranks only, as in c10d, because
-        the others of the group take no part in a message.
+        In a group connected at once it is the group's. Otherwise it is of the two ranks only, as in c10d, because the
+        other ranks do not take part in a message.
         """
         if peer == self.rank:
             raise DistBackendError(ALONE)
@@ -114,7 +114,7 @@ class NCCLBackend(Backend):
     # -- collectives -----------------------------------------------------------------------------------
 
     def check_reduction(self, row: Row, dtype: torch.dtype, op: Any) -> None:
-        """Raise if NCCL cannot reduce, naming the way over MPI."""
+        """Raise if NCCL cannot reduce; the error names the way over MPI."""
         has_float8 = dtype not in datatypes.FLOAT8 or torch.cuda.get_device_capability(self.device) >= (9, 0)
         datatypes.check(row, dtype, op, has_float8)
 
@@ -138,7 +138,7 @@ class NCCLBackend(Backend):
                 link.streams.mark(current)
 
     def start(self, call: Call) -> Work:
-        """Queue one collective on the side stream, behind what the current stream holds."""
+        """Queue one collective on the side stream, behind the work on the current stream."""
         is_barrier = call.row.buffers == 0
         if is_barrier:
             link = self.communicators.group or self._connect(self.device)
@@ -150,7 +150,7 @@ class NCCLBackend(Backend):
         return self._start(link, call.row.name, queue, call.finish, call.shown(), call.nbytes, None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
-        """Return what queues a collective again, on the current stream and on the side stream."""
+        """Return functions that queue a collective again, on the current stream and on the side stream."""
         row, send, _, op, root, *_ = call
         link = self.communicators.group
         is_plain = send is not None and call.recv is not None and call.counts is None and row not in EXCHANGES
@@ -198,9 +198,9 @@ class NCCLBackend(Backend):
         source: int | None = None,
         is_barrier: bool = False,
     ) -> Work:
-        """Queue a call on the side stream, and what copies its result back behind it.
+        """Queue a call on the side stream, and ``finish``, which copies its result back, behind it.
 
-        ``queue`` and ``finish`` hold all memory that the device will touch (see ``streams``).
+        ``queue`` and ``finish`` reference all memory that the device will use (see ``streams``).
         """
         pending = PendingCall(link.streams, link.streams.current(), (queue, finish), nbytes)
         return self.batch.begin(Held(name, queue, finish, StreamWork(pending, result, source, is_barrier)))
@@ -217,7 +217,7 @@ class NCCLBackend(Backend):
         self.communicators.launch(name, queue, streams.side.cuda_stream)
 
     def _queued(self, link: Link, call: Call) -> Queue:
-        """Return what queues a collective, with buffers and op as NCCL takes them; ``nothing`` for no elements."""
+        """Return a function that queues a collective, with NCCL's buffers and op; ``nothing`` for no elements."""
         self.communicators.check_live()
         row, send, recv, op, root, counts, *_ = call
         given = call.tensor
@@ -268,7 +268,7 @@ class NCCLBackend(Backend):
         return self._start(*self._message("recv", tensor, source), finish, [tensor], tensor.nbytes, source)
 
     def _message(self, name: str, tensor: torch.Tensor, peer: int) -> tuple[Link, str, Queue]:
-        """Return the communicator of a message, its name, and what queues it."""
+        """Return the communicator of a message, its name, and a function that queues it."""
         if self.batch.is_open:
             link, to = self.communicators.group or self._connect(tensor.device), peer
         else:
@@ -283,12 +283,12 @@ class NCCLBackend(Backend):
     # -- groups ----------------------------------------------------------------------------------------
 
     def split(self, subgroups: Sequence[Sequence[int]], names: Sequence[str], timeout: timedelta) -> NCCLBackend | None:
-        """Make all subgroups by one ncclCommSplit; if this group is not connected yet, they connect themselves."""
+        """Make all subgroups by one ncclCommSplit; if this group is not connected yet, each connects by itself."""
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         link = self.communicators.group
         if link is not None:
             color, key = None, 0
-            if index is not None:  # a rank may give its own subgroup only
+            if index is not None:  # a rank may give only its own subgroup
                 color, key = min(subgroups[index]), list(subgroups[index]).index(self.rank)
             comm = self.communicators.split(color, key, config_of(self._library, self._childs_options))
         owned = self._owned_peer.split(subgroups, names, timeout) if self._owned_peer is not None else None
@@ -298,15 +298,15 @@ class NCCLBackend(Backend):
         return child if link is None else child._take_over(comm, link)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> NCCLBackend:
-        """Make a subgroup that connects itself: ncclCommSplit would want all ranks of this one."""
+        """Make a subgroup that connects by itself: ncclCommSplit would need all ranks of this one."""
         owned = self._owned_peer.create_group(ranks, name, timeout) if self._owned_peer is not None else None
         return self._child(ranks, name, owned)
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> NCCLBackend:
         """Make a communicator without some ranks by ncclCommShrink; only the others call, and keep their order.
 
-        The name is the new group's, the same on all of them. With ``aborts`` those ranks failed: what is under way with
-        them is ended first (NCCL_SHRINK_ABORT).
+        The name is the new group's, the same on all of them. With ``aborts`` the excluded ranks have failed: calls
+        under way with them are ended first (NCCL_SHRINK_ABORT).
         """
         child = self._child([rank for rank in range(self.size) if rank not in excluded], name, None)
         link = self.communicators.group
@@ -314,7 +314,7 @@ class NCCLBackend(Backend):
 
     @property
     def _childs_options(self) -> Any:
-        """c10d's options of the next group that is made of this one: those given for it, or this one's."""
+        """c10d's options of the next group made from this one: those given for it, or this one's."""
         return self.options or self.communicators.options
 
     def _child(self, ranks: Sequence[int], name: str, owned: Backend | None) -> NCCLBackend:
@@ -326,7 +326,7 @@ class NCCLBackend(Backend):
         return child
 
     def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
-        """Use a communicator that was made from the parent's."""
+        """Adopt a communicator that was made from the parent's."""
         self.communicators.adopt(comm, parent.streams.device)
         self.communicators.is_eager = True
         return self
@@ -342,7 +342,7 @@ class NCCLBackend(Backend):
         return [*super().pending(), *(work for link in self.communicators.links() for work in link.streams.pending())]
 
     def close(self) -> None:
-        """Free the communicators, once the device has ended what was queued; every rank calls it.
+        """Free the communicators, after the device has ended the queued calls; every rank calls it.
 
         Everything is freed, although ``Communicators.close`` may raise.
         """
@@ -353,14 +353,14 @@ class NCCLBackend(Backend):
             self._forget(lambda peer: peer.close())
 
     def abort(self, reason: str) -> None:
-        """Interrupt what is under way, and forget the communicators."""
+        """Interrupt the calls under way, and drop the communicators."""
         super().abort(reason)
         if self.communicators.interrupt(reason):
             self.communicators.close()
         self._forget(lambda peer: peer.abort(reason))
 
     def _forget(self, end: Callable[[Backend], None]) -> None:
-        """Let go of what the calls needed; ``end`` is done with the communicator of MPI that is this group's own."""
+        """Release the calls' objects; ``end`` is called with this group's own communicator of MPI."""
         self._token = None
         self._given = None  # the store, whose server may end with it
         if self._owned_peer is not None:
@@ -369,11 +369,11 @@ class NCCLBackend(Backend):
 
 
 def nothing(stream: int) -> None:
-    """Stand for a call on no elements, of which NCCL is not told."""
+    """Do nothing: the call on no elements, which NCCL does not get."""
 
 
 def named(src: int | None) -> int:
-    """Return the sender; DistBackendError if it is anyone."""
+    """Return the sender; DistBackendError for any source."""
     if src is None:
         raise DistBackendError(
             "NCCL cannot receive from anyone: name the sender (src=), or receive a CPU tensor, which MPI carries"

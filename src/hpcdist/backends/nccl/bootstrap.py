@@ -1,8 +1,7 @@
-"""Bootstrap of NCCL: a unique id, made on one rank, reaches all ranks of a group.
+"""Bootstrap of NCCL: sends a unique id, made on one rank, to all ranks of a group.
 
-It goes over the group's MPI communicator if there is MPI, and over the store, one key, if there is none. NCCL's own
-start-up is a star around the rank that made the id, so above 128 ranks several of them make one each
-(``ncclCommInitRankScalable``).
+It uses the group's MPI communicator, or one key of a store without MPI. NCCL's own start-up is a star around the rank
+that made the id, so above 128 ranks several of them make one each (``ncclCommInitRankScalable``).
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from hpcdist.launch import devices, environment
 
 RANKS_PER_ROOT = 128
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
-PAIR_TAG = 32742  # one of those that are refused to users (``core.point_to_point``)
+PAIR_TAG = 32742  # a tag that users cannot give (``core.point_to_point``)
 
 
-# A channel tells the other ranks of a group a few bytes. ``share`` tells all ranks what each root made: every rank
-# calls it, and a root gives its own. ``pair`` tells one rank what this one made, or returns what that one made if this
-# one gives None. ``child`` returns the channel of a subgroup of some ranks, this one's among them.
+# A channel sends a few bytes to other ranks of a group. ``share`` sends each root's bytes to all ranks: every rank
+# calls it, and a root gives its own. ``pair`` sends bytes to one rank, or receives that rank's if it gets None.
+# ``child`` returns the channel of a subgroup that contains this rank.
 
 
 class PeerChannel:
-    """A CPU backend, such as MPI: the group's own, or the parent's for a subgroup without one, whose members call."""
+    """A CPU backend, such as MPI: the group's own, or the parent's for a subgroup without one; the members call."""
 
     def __init__(self, peer: Backend, members: Sequence[int] | None = None) -> None:
         self.peer = peer
         self.members = members  # a subgroup's ranks in the parent
 
     def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
-        """Broadcast from the one root, or gather what several made; in a subgroup send from each to all others."""
+        """Broadcast from a single root, or gather the bytes of several; in a subgroup send from each to all others."""
         peer, members = self.peer, self.members
         if members is not None:
             told = []
@@ -48,7 +47,7 @@ class PeerChannel:
                         self.pair(ids[root], member)
                 told.append(ids[root] if root in ids else self.pair(None, root))
             return told
-        peer.settle()  # so that all ranks are at the same place of the communicator
+        peer.settle()  # so that all ranks make the same calls on the communicator
         if len(roots) == 1:
             return [peer.objects.broadcast(ids.get(roots[0]), roots[0])]
         gathered = peer.objects.all_gather(ids.get(peer.rank))
@@ -70,14 +69,14 @@ class PeerChannel:
 
 
 class StoreChannel:
-    """A key-value store, for launches without MPI; it must be this group's own part of it."""
+    """A key-value store, for launches without MPI; its prefix must be this group's own."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store = store
         self.rank = rank
 
     def share(self, ids: dict[int, bytes], roots: Sequence[int]) -> list[bytes]:
-        """Set one key a root, and read them all."""
+        """Set one key for each root, and read them all."""
         if self.rank in ids:
             self.store.set(f"id/{self.rank}", ids[self.rank].hex())
         return [bytes.fromhex(self.store.get(f"id/{root}").decode()) for root in roots]
@@ -112,7 +111,7 @@ def known(channel: Channel | None) -> Channel:
 def roots_of(size: int) -> list[int]:
     """Return the ranks that make a unique id: the first of each part of at most 128 ranks.
 
-    NCCL deals ranks to ids in parts that differ by one at most, the longer ones first.
+    NCCL divides the ranks among the ids into parts that differ by one at most, the longer ones first.
     """
     count = -(-size // RANKS_PER_ROOT)
     length, longer = divmod(size, count)
@@ -133,7 +132,7 @@ def pair_id(library: Library, channel: Channel, rank: int, peer: int) -> Any:
 
 
 def check_devices(peer: Backend, device: torch.device, version: Sequence[int]) -> None:
-    """Raise on every rank if two ranks of a group use one GPU and did not ask for it; every rank calls."""
+    """Raise on every rank if two ranks of a group use one GPU without the user's setting; every rank calls."""
     peer.settle()
     mine = (environment.node_key(), devices.identity(device), str(device))
     check_shared(peer.objects.all_gather(mine), version)
@@ -142,7 +141,7 @@ def check_devices(peer: Backend, device: torch.device, version: Sequence[int]) -
 def check_shared(
     used: Sequence[tuple[str, str, str]], version: Sequence[int], given: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise if two ranks use one GPU: node, identity and name of each rank's."""
+    """Raise if two ranks use one GPU, given node, identity and name of each rank's."""
     if devices.may_share(given):
         return
     for (node, identity), ranks in by_value((node, identity) for node, identity, _ in used).items():
@@ -166,9 +165,9 @@ def channel_store(bootstrap: Bootstrap) -> Any:
 def choose_device(comm: Any) -> None:
     """Make this rank's GPU the current one if there is a choice; all ranks of ``comm`` call.
 
-    With one GPU in sight nothing is done, so that CUDA starts only when a tensor asks for it. If the caller has chosen
-    already (CUDA is running), or if ranks outnumber GPUs, the current device stays; two ranks on one are found when
-    they connect.
+    With only one visible GPU nothing is done, so that CUDA starts only with the first tensor. If the caller has chosen
+    already (CUDA is running), or if there are more ranks than GPUs, the current device stays; two ranks on one GPU are
+    found when they connect.
     """
     chosen = torch.cuda.is_initialized()
     try:

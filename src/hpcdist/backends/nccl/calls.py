@@ -1,4 +1,4 @@
-"""NCCL's calls for each row of the table: one call, or several in a group where NCCL has no call of that shape.
+"""NCCL's calls for each row of the table: one call, or several in a group if NCCL has no such call.
 
 The functions are those of ``nccl.bindings.nccl``, which are NCCL's own: they take addresses, element counts, and
 datatypes and ops as numbers. Several of them make shares of different sizes, all_to_all, and gather and scatter in
@@ -18,7 +18,7 @@ from hpcdist.core.table import ALL_GATHER, EXCHANGES, GATHER, REDUCE_SCATTER, RO
 
 
 class Where(NamedTuple):
-    """The communicator that a call is made on: the library, its handle, this rank in it, and how many there are."""
+    """The communicator of a call: the library, its handle, this rank in it, and its size."""
 
     library: Library
     handle: Any
@@ -26,12 +26,12 @@ class Where(NamedTuple):
     size: int
 
 
-# (where, send, recv, datatype, op, root, counts, stream): contiguous tensors of the elements that NCCL sees
+# (where, send, recv, datatype, op, root, counts, stream): contiguous tensors of NCCL's elements
 Function = Callable[[Where, Any, Any, int, Any, Any, Any, int], None]
 
 
 def direct(row: Row, function: Callable[..., None]) -> Function:
-    """Return the call of a row for which NCCL has a function."""
+    """Return the call of a row that is one function of NCCL."""
     of_receive = row.shape is Shape.SCATTER
 
     def call(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, _: Any, stream: int) -> None:
@@ -75,7 +75,7 @@ def reduce_scatter(
 
 
 def all_to_all(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: Any, counts: Any, stream: int) -> None:
-    """Exchange shares with every rank, in one group; a count of zero stands for nothing."""
+    """Exchange shares with every rank, in one group, without those of no elements."""
     sent, received = counts or ([tensor.numel() // on.size] * on.size for tensor in (send, recv))
     pairs = zip(element_ranges(send, sent), element_ranges(recv, received), strict=True)
     with on.library.core.group():
@@ -87,14 +87,14 @@ def all_to_all(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: An
 
 
 def gather(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int) -> None:
-    """Send to the root, which receives from everyone."""
+    """Send to the root, which receives from every rank."""
     count, is_root = send.numel(), on.rank == root
     shares = [count * (peer == root) for peer in range(on.size)], [count * is_root] * on.size
     all_to_all(on, send, recv if is_root else send, datatype, op, root, shares, stream)
 
 
 def scatter(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, counts: Any, stream: int) -> None:
-    """Receive from the root, which sends to everyone."""
+    """Receive from the root, which sends to every rank."""
     count, is_root = recv.numel(), on.rank == root
     shares = [count * is_root] * on.size, [count * (peer == root) for peer in range(on.size)]
     all_to_all(on, send if is_root else recv, recv, datatype, op, root, shares, stream)
@@ -127,7 +127,7 @@ COUNTED: dict[Row, Function] = {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_s
 
 
 def calls_of(library: Library) -> dict[Row, Function]:
-    """Return how each row with buffers is called in a release of NCCL."""
+    """Return the call of each row with buffers, for a release of NCCL."""
     own = {row: direct(row, getattr(library.bindings, row.nccl)) for row in ROWS.values() if row.nccl is not None}
     if library.version < GATHERS_SINCE:
         own |= {GATHER: gather, SCATTER: scatter}

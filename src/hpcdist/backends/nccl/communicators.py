@@ -1,12 +1,11 @@
-"""NCCL communicators of one process group: how they are made, used by several threads, and ended.
+"""NCCL communicators of one process group: their creation, their use by several threads, and their end.
 
 A group has one communicator, made by its first call on a CUDA tensor, or at once if ``device_id`` names the GPU; and
-one for each rank that this one exchanges messages with outside a group call. How the ranks find each other is in
-``bootstrap``.
+one for each rank with which this one exchanges messages outside a group call. ``bootstrap`` connects the ranks.
 
-**Nothing touches a communicator once its end has begun**, because ``ncclCommDestroy`` and ``ncclCommAbort`` free it.
-The thread that makes calls uses it, and so does the watchdog's, which asks for errors and ends what hangs: each does so
-while it holds ``Communicators.use``, after it has looked at ``ended``.
+**No thread uses a communicator after its end has begun**, because ``ncclCommDestroy`` and ``ncclCommAbort`` free it.
+The threads that make calls use it, and so does the watchdog's, which reads errors and ends calls that hang: each does
+so while it holds ``Communicators.use``, after it has checked ``ended``.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.launch import devices
 
 IN_PROGRESS = 7  # ncclInProgress
-# NCCL itself may block a call (it connects ranks at the first one), and ncclCommAbort is documented to free it: a
-# thread that has been in a call for longer than this is not waited for
+# seconds to wait for a thread in a call: NCCL itself may block a call (it connects ranks at the first one), and by its
+# documentation ncclCommAbort ends it
 STUCK_SECONDS = 1.0
-ABORT_SECONDS = 10.0  # the most that is waited for ncclCommAbort, which frees what other threads and ranks may hold
+ABORT_SECONDS = 10.0  # seconds to wait for ncclCommAbort, which may itself wait for other threads and ranks
 
 
 class Link(NamedTuple):
     """A communicator and its streams."""
 
     comm: Any
-    where: Where  # as NCCL's own functions take it
+    where: Where  # in the form of NCCL's own functions
     streams: Streams
 
 
@@ -49,12 +48,12 @@ class Communicators(Faults):
     def __init__(self, rank: int, size: int, library: Library) -> None:
         self.rank = rank
         self.size = size
-        self.group: Link | None = None  # the communicator of all ranks, once there is one
-        self.pairs: dict[int, Link] = {}  # those of this rank and one other, by that rank
-        self.is_eager = False  # whether messages outside a group call go over the group's, too
-        self.ended: DistBackendError | None = None  # why no call can follow
-        self.use = threading.RLock()  # held by who touches a communicator, and looks into an error
-        self.options: Any = None  # c10d's, of all of these communicators
+        self.group: Link | None = None  # the communicator of all ranks, once it is made
+        self.pairs: dict[int, Link] = {}  # those of two ranks, by the other rank
+        self.is_eager = False  # whether messages outside a group call use the group's communicator too
+        self.ended: DistBackendError | None = None  # the error of all later calls
+        self.use = threading.RLock()  # held while a communicator is used or an error is read
+        self.options: Any = None  # c10d's options of all these communicators
         self._is_ending = False
         self._library = library
 
@@ -63,8 +62,7 @@ class Communicators(Faults):
     def connect(self, device: torch.device, channel: finding.Channel, peer: Backend | None) -> Link:
         """Make the group's communicator on this rank's GPU; every rank of the group calls.
 
-        The ranks find each other over the channel, and over ``peer``, the group's CPU backend, that two of them use one
-        GPU.
+        The channel connects the ranks; ``peer``, the group's CPU backend, finds two ranks on one GPU.
         """
         if peer is not None and self.size > 1:
             finding.check_devices(peer, device, self._library.version)
@@ -77,18 +75,18 @@ class Communicators(Faults):
         return self.make(device, 2, int(self.rank > peer), unique_id, peer)
 
     def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
-        """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have come."""
+        """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have called."""
         with self.failing("connect"), torch.cuda.device(device):
             comm = self._library.core.Communicator.init(size, rank, ids, config_of(self._library, self.options))
         return self.adopt(comm, device, peer)
 
     def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
-        """Enter a communicator, and return it with streams, whose Works can be taken out of their wait."""
+        """Register a communicator, and return it with its streams, whose Works can be interrupted."""
         is_high = getattr(self.options, "is_high_priority_stream", False)
         streams = Streams(device, self.interrupt, torch.cuda, is_high)
         link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
         with self.use:
-            if self.ended is not None:  # the group was interrupted while the ranks met
+            if self.ended is not None:  # the group was interrupted while the ranks connected
                 end_apart(streams, comm.abort, ABORT_SECONDS)
                 raise self.ended
             if peer is None:
@@ -100,7 +98,7 @@ class Communicators(Faults):
     def split(self, color: int | None, key: int, config: Any) -> Any:
         """Return the nccl4py communicator of the ranks of one color; every rank of the group calls."""
         streams = self._live_group().streams
-        streams.settle("split")  # NCCL wants none of the parent's calls outstanding
+        streams.settle("split")  # NCCL allows no outstanding calls of the parent
         with self.use, self.failing("split"), streams.on_device():
             return self._live_group().comm.split(color, key, config)
 
@@ -108,7 +106,7 @@ class Communicators(Faults):
         """Return the nccl4py communicator without some ranks; the others call."""
         streams = self._live_group().streams
         flags = self._library.core.CommShrinkFlag
-        if aborts:  # before a kernel ends by it and seems to have succeeded
+        if aborts:  # first, because an aborted kernel seems to have succeeded
             streams.failure = DistBackendError(
                 f"the call was ended, because rank {self.rank} of {self.size} shrinks the NCCL communicator without "
                 f"ranks {excluded}"
@@ -120,7 +118,7 @@ class Communicators(Faults):
             return self._live_group().comm.shrink(excluded, flag=flag)
 
     def _live_group(self) -> Link:
-        """Return the communicator of all ranks; the error if no call can follow."""
+        """Return the communicator of all ranks; raise if it has ended."""
         self.check_live()
         group = self.group
         assert group is not None
@@ -129,7 +127,7 @@ class Communicators(Faults):
     # -- how they are used -----------------------------------------------------------------------------
 
     def check_live(self) -> None:
-        """Raise if no call can follow."""
+        """Raise if the communicators have ended."""
         if self.ended is not None:
             raise self.ended
 
@@ -145,7 +143,7 @@ class Communicators(Faults):
 
     @contextmanager
     def _using(self, seconds: float) -> Iterator[None]:
-        """Use the communicators, which a thread that is in a call may have for so many seconds and then no more."""
+        """Use the communicators; wait for a thread in a call, for some seconds at most."""
         has_lock = self.use.acquire(timeout=seconds)
         try:
             yield
@@ -164,9 +162,9 @@ class Communicators(Faults):
 
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
-        if self.ended is not None:  # it failed because it was interrupted
+        if self.ended is not None:  # the interruption is the cause
             return self.ended
-        detail, group = "", self.group  # read once: another thread may forget it
+        detail, group = "", self.group  # read once: another thread may drop it
         if group is not None and not self._is_ending:
             detail = group.comm.get_last_error()
         elif name == "connect":
@@ -177,15 +175,15 @@ class Communicators(Faults):
         )
 
     def links(self) -> list[Link]:
-        """Return all in an order that is the same on the two ranks of each: pairs by their ranks, then the group's."""
-        pairs, group = self.pairs.copy(), self.group  # read once: another thread may make one, or forget all
+        """Return all in an order that both ranks of each pair share: pairs by their ranks, then the group's."""
+        pairs, group = self.pairs.copy(), self.group  # read once: another thread may add one, or drop all
         links = [pairs[peer] for peer in sorted(pairs, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))]
         return links if group is None else [*links, group]
 
     def check_async(self) -> DistBackendError | None:
-        """Return the error that a call under way ran into on the device; the watchdog asks."""
+        """Return the error of a call under way on the device; the watchdog asks."""
         if not self.use.acquire(blocking=False):
-            return None  # a thread is in a call; there will be another look
+            return None  # a thread is in a call; the watchdog asks again
         try:
             if self.ended is not None or self._is_ending:
                 return None
@@ -203,10 +201,10 @@ class Communicators(Faults):
     # -- how they go -----------------------------------------------------------------------------------
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
-        """End the communicators and what is under way on them, without the other ranks; any thread may call.
+        """End the communicators and the calls under way on them, without the other ranks; any thread may call.
 
-        Later calls, and ``wait()`` of what was under way, raise DistBackendError. Returns False if the communicators
-        are being destroyed, which cannot be interrupted.
+        Later calls, and ``wait()`` of the ended ones, raise DistBackendError. Returns False while the communicators are
+        destroyed, which cannot be interrupted.
         """
         with self._using(STUCK_SECONDS):
             if self._is_ending:
@@ -223,9 +221,9 @@ class Communicators(Faults):
             return True
 
     def _abort(self, links: list[Link]) -> None:
-        """Abort communicators in one group call, on a thread of its own that is waited for only so long.
+        """Abort communicators in one group call, on a thread of its own, and wait for it for a limited time.
 
-        One by one each abort may wait for a rank that waits in the abort of another (pytorch#119797).
+        One by one, an abort may wait for a rank that waits in the abort of another communicator (pytorch#119797).
         """
 
         def abort_all() -> None:
@@ -238,8 +236,8 @@ class Communicators(Faults):
     def close(self) -> None:
         """Free the communicators, once the device has ended what was queued; every rank calls it.
 
-        ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in one order; and until no CUDA
-        graph holds calls, which is left to a thread. A communicator with an error is aborted, which waits for nobody.
+        ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in the same order; and until no
+        CUDA graph holds calls, for which a thread waits. A communicator with an error is aborted, which does not wait.
         """
         if self.ended is not None:
             self._forget()
@@ -252,7 +250,7 @@ class Communicators(Faults):
         try:
             self._await_device()
             with self.use:
-                self.check_live()  # the watchdog may have ended them while the device was waited for
+                self.check_live()  # the watchdog may have ended them during the wait for the device
                 self._is_ending = True
             with self.failing("destroy"):
                 end_all(partial(destroy, link) for link in self.links())

@@ -1,7 +1,7 @@
-"""Datatypes and ops of NCCL: as what it sees a torch dtype, what it can reduce, and what stands for an op there.
+"""Datatypes and ops of NCCL: its datatype for each torch dtype, and the ops that it can reduce.
 
-The names are those of nccl4py's enums, and a test holds the tables against them. A dtype that NCCL lacks still
-moves, as bytes; it does not reduce, and the error says which way does.
+The names are those of nccl4py's enums, and a test compares the tables with them. A dtype that NCCL lacks is moved as
+bytes; it cannot be reduced, and the error names the way that can.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMPLEX_OPS: dict[Any, str] = {
 
 
 def ops_of(dtype: torch.dtype) -> dict[Any, str]:
-    """Return the ops that NCCL has for a dtype, by torch's op; empty if it does not reduce it."""
+    """Return NCCL's ops for a dtype, by torch's op; empty if it does not reduce it."""
     if dtype is torch.bool:
         return BOOL_OPS
     if dtype.is_complex:
@@ -69,7 +69,7 @@ def check(row: Row, dtype: torch.dtype, op: Any, reduces_float8: bool) -> None:
 
 
 def as_moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as NCCL moves it: bytes if it lacks the dtype."""
+    """Return a tensor in the form that NCCL moves: bytes if it lacks the dtype."""
     return tensor if tensor.dtype in DATATYPES else as_bytes(tensor)
 
 

@@ -22,14 +22,14 @@ BLOCKING = "NCCL_COMM_BLOCKING"
 
 
 class Library(NamedTuple):
-    """What a backend uses of nccl4py.
+    """The parts of nccl4py that a backend uses.
 
-    Calls are made by the bindings, because ``core`` spends 10 µs a call on finding out what a tensor is.
+    Calls are made by the bindings, because ``core`` takes 10 µs for each call to inspect its tensors.
     """
 
     core: Any  # ``nccl.core``: communicators, groups, enums
     bindings: Any  # ``nccl.bindings.nccl``: NCCL's functions, which take addresses and counts
-    failures: tuple[type[Exception], ...]  # that both raise
+    failures: tuple[type[Exception], ...]  # the exceptions of both
     version: tuple[int, ...]  # the release of libnccl
 
 

@@ -1,18 +1,17 @@
 """CUDA streams of a communicator, and the Works of the calls on them: c10d's stream semantics.
 
-A synchronous call is queued on the current stream, where it is in order with the kernels around it. An asynchronous
-one runs on a side stream of its communicator, after what the current stream holds at that moment; ``wait()`` makes the
-stream that is then current wait, not the host. The host waits only where c10d's does: for a barrier, if ``wait`` is
-given a limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
+A synchronous call is queued on the current stream, in order with the kernels around it. An asynchronous one runs on a
+side stream of its communicator, after the work that the current stream has at that moment; ``wait()`` makes the then
+current stream wait, not the host. The host waits only in the same cases as c10d's: for a barrier, if ``wait`` has a
+limit, and under ``TORCH_NCCL_BLOCKING_WAIT=1``.
 
-**What lives until when.** The device reads and writes memory long after the call that queued it has returned, and
-torch's allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream
-that is harmless, because whatever gets the memory is queued behind the call. For the side stream
-``PendingCall.keepalive`` keeps everything that the call touches: the caller's tensors, the copies and products that
-stand in for them, and what is copied back at the end. It is released when the stream that the call began on waits for
-the call, since all later uses of the memory are behind that wait, as after an abort; or when the host has seen that the
-call has ended. Nothing else holds or frees it: the Work of a call holds its outputs too, and is the caller's, so what
-is under way is listed without it.
+**Lifetime of memory.** The device reads and writes memory long after the call that queued it has returned, and torch's
+allocator gives the memory of a dropped tensor to the next one that is made on its stream. On the current stream that is
+harmless, because all uses of the new tensor are queued behind the call. For the side stream ``PendingCall.keepalive``
+keeps all memory that the call uses: the caller's tensors, their copies and products, and the copies back at the end. It
+is released when the stream on which the call began waits for the call, since all later uses of the memory are behind
+that wait, as after an abort; or when the host has seen the call's end. No other object holds or frees it: the Work of a
+call also holds its outputs, and belongs to the caller, so the list of calls under way does not contain it.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from hpcdist.core.journal import RING
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import NO_TIMEOUT, Work
 
-# calls from one look for those that have ended to the next: to query an event costs 4 µs, with the way to the device
+# calls between two searches for ended ones: to query an event costs 4 µs, with the switch to the device
 # and past a capture, of the 14 µs of a call (bench --device cuda, async)
 SWEEP_EVERY = 16
 SWEEP_BYTES = 1 << 20  # or from one call with so much memory to the next, which takes longer than to query
-ABORT_SECONDS = 5.0  # the most that an abort waits for the device, if it has to
-# the most that is waited for the end of a communicator whose calls a graph has held: since NCCL 2.26 it ends when the
+ABORT_SECONDS = 5.0  # seconds that an abort waits for the device, if it must
+# seconds to wait for the end of a communicator whose calls a graph has held: since NCCL 2.26 it ends when the
 # last such graph does, which may be with the process
 GRAPH_SECONDS = 1.0
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -88,12 +87,12 @@ class Streams:
         self.is_capturing: Callable[[], bool] = getattr(
             cuda, "is_current_stream_capturing", bool
         )  # not in each torch.xpu
-        # why the communicator was aborted: its calls have ended, but failed
+        # the reason of an abort: its calls have ended, but failed
         self.failure: DistBackendError | None = None
         self.blocks_in_wait = blocks_in_wait()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
-        self.is_in_graph = False  # whether a graph has held calls
+        self.is_in_graph = False  # whether a graph has captured calls
         self._mark: PendingCall | None = None  # the synchronous calls up to some moment, until the device has made them
         self.under_way: deque[PendingCall] = deque()
         self._guard = threading.Lock()  # of what is taken from under_way: the watchdog does so too
@@ -130,7 +129,7 @@ class Streams:
         return event
 
     def fork(self, stream: Any) -> None:
-        """Make the side stream wait for what a stream holds now."""
+        """Make the side stream wait for the present work on a stream."""
         event = self.event_behind(stream)
         event.wait(self.side)
         self._free_events.append(event)  # a wait is for what was recorded before it
@@ -156,7 +155,7 @@ class Streams:
             call.is_captured = self.is_in_graph = True
             return
         self.under_way.append(call)
-        if self.failure is not None:  # meanwhile, after those under way were told
+        if self.failure is not None:  # aborted meanwhile, after the calls under way were failed
             self.fail_all(self.failure)
         self._unswept += 1
         if self._unswept >= SWEEP_EVERY or call.nbytes >= SWEEP_BYTES:
@@ -164,7 +163,7 @@ class Streams:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Release the calls that have ended, which they do in order; the caller has the guard and may query."""
+        """Release the calls that have ended, in order; the caller has the guard and may query events."""
         self._unswept = 0
         while self.under_way and self.under_way[0].look():
             call = self.under_way.popleft()
@@ -175,13 +174,13 @@ class Streams:
         """Return the asynchronous calls that the device has not ended; any thread may ask."""
         with self._guard, self.querying():
             self._sweep()
-            # another thread may add calls meanwhile
+            # a copy: another thread may add calls meanwhile
             return [call.shown() for call in list(self.under_way) if not call.look()]
 
     def fail_all(self, error: DistBackendError) -> None:
-        """End every call that is under way with an error: the communicator was aborted.
+        """End every call under way with an error: the communicator was aborted.
 
-        The abort ends the kernels, but the device comes past what is queued behind them later.
+        The abort ends the kernels, but the device reaches the ends of the work behind them later.
         """
         with self._guard:
             while self.under_way:
@@ -191,14 +190,14 @@ class Streams:
                 call.finish(error)
 
     def _free_behind(self, call: PendingCall) -> None:
-        """Let what next gets a call's memory, on the stream that the call began on, come behind its end."""
-        with suppress(RuntimeError), self.querying():  # the device has failed, and runs nothing more
+        """Make the stream on which a call began wait for its end, and so the next users of its memory."""
+        with suppress(RuntimeError), self.querying():  # the device has failed, and runs no more work
             with self.cuda.stream(call.begun_on):
                 is_capturing = self.is_capturing()
             if not is_capturing:
                 call.end.wait(call.begun_on)
                 return
-            # a capture cannot wait for what was queued before it, and the host not for ever
+            # a capture cannot wait for earlier work, and the host must not wait forever
             wait_until(call.end.query, ABORT_SECONDS)
 
     def mark(self, current: Any) -> None:
@@ -223,7 +222,7 @@ class Streams:
                     f"{name} waits for the device, and a CUDA graph is being captured on the current stream: do it "
                     "before or after the capture"
                 )
-            if self.is_in_graph:  # replays are queued by torch, on any stream, and no event of ours is behind them
+            if self.is_in_graph:  # torch queues replays, on any stream, without our events behind them
                 self.cuda.synchronize(self.device)
                 return
             with self._guard:
@@ -235,8 +234,8 @@ class Streams:
     def oldest(self) -> Work | None:
         """Return the first call that the device has not ended; any thread may ask.
 
-        Synchronous calls have no Work. One stands for all of them until now, and the event behind it is not recorded
-        again: a program that goes on to queue calls behind one that hangs must not hide it.
+        Synchronous calls have no Work. One object represents all of them until now, and its event is not recorded
+        again: later calls of a program, behind one that hangs, must not hide it.
         """
         with self._guard, self.querying():
             if self._mark is None or self._mark.look():
@@ -255,9 +254,9 @@ def oldest(of: Iterable[Streams]) -> Work | None:
 
 
 class PendingCall:
-    """A call on a side stream, or what another stream held at some moment, until the device has come to its end.
+    """A call on a side stream, or the work of another stream until some moment, until the device has finished it.
 
-    It is what the caller's Work, of which there may be none any more, and those who look after the calls know of it.
+    The caller's Work, which may not exist any more, and the watchdog share it.
     """
 
     __slots__ = (
@@ -275,35 +274,35 @@ class PendingCall:
         call: Any = None,
     ) -> None:
         self.streams = streams
-        self.begun_on = begun_on  # the stream that was current when it was made
-        self.keepalive = keepalive  # what it touches, kept as long as the module's text says
-        self.nbytes = nbytes  # of its larger buffer
-        self.end = end  # the event behind it; None until it is queued, which inside a group call is at the group's end
-        self.owns_end = True  # whether that is its own, and not one of several calls that were launched together
+        self.begun_on = begun_on  # the stream that was current at its begin
+        self.keepalive = keepalive  # the memory that it uses, kept as described in this module
+        self.nbytes = nbytes  # bytes of its larger buffer
+        self.end = end  # the event behind it; None until it is queued, inside a group call at the group's end
+        self.owns_end = True  # whether the event is its own, not shared by calls that were launched together
         self.call = RING.last() if call is None else call  # its record in the group's journal
-        self.is_captured = False  # whether it is part of a CUDA graph, which runs any number of times: it never ends
+        self.is_captured = False  # whether it is part of a CUDA graph, which may run any number of times: it never ends
         self.has_ended = False  # whether the host has seen its end, with or without an error
         self.error: BaseException | None = None
         self._shown: StreamWork | None = None
 
     def look(self) -> bool:
-        """Tell whether the call has ended; the caller has made sure that this thread may query events."""
+        """Tell whether the call has ended; this thread may query events."""
         if not self.has_ended and not self.is_captured and self.end is not None:
             try:
                 if self.end.query():
                     self.finish(self.streams.failure)
-            except RuntimeError as error:  # the device has failed, and all that it held with it
+            except RuntimeError as error:  # the device has failed, and all of its work with it
                 self.finish(DistBackendError(f"the device failed before this call had ended: {error}"))
         return self.has_ended
 
     def finish(self, error: BaseException | None) -> None:
-        """Take note of the end."""
+        """Record the end."""
         if not self.has_ended:  # a call that was given up may still end
             self.error, self.keepalive = error, ()
             self.has_ended = True
 
     def shown(self) -> StreamWork:
-        """Return a Work of the call without its outputs, always the same, for those who look after it."""
+        """Return a Work of the call without its outputs, always the same, for the watchdog."""
         if self._shown is None:
             self._shown = StreamWork(self, [])
         return self._shown
@@ -322,9 +321,9 @@ class StreamWork(Work):
         self._is_barrier = is_barrier
 
     def _ends(self, event: Event) -> None:
-        """Let a profiler's event end now, as c10d's does: the profiler sees the kernels themselves.
+        """End a profiler's event now, as c10d does: the profiler records the kernels themselves.
 
-        The host may not look at the call before the profiler has ended, and torch crashes on an event that ends later.
+        The host may check the call only after the profiler has ended, and torch crashes on an event that ends so late.
         """
         event.__exit__(None, None, None)
 
@@ -337,7 +336,7 @@ class StreamWork(Work):
             self._finish(pending.error)
 
     def exception(self) -> BaseException | None:
-        """Return what the call raised, or None."""
+        """Return the error of the call, or None."""
         self.is_completed()
         return self._error
 
@@ -354,7 +353,7 @@ class StreamWork(Work):
             elif self._is_barrier or streams.blocks_in_wait:
                 current.synchronize()
             failure = streams.failure
-            if failure is not None and not pending.has_ended:  # it is being aborted, which ends its kernel first
+            if failure is not None and not pending.has_ended:  # during an abort, which ends its kernel first
                 raise failure
         if pending.error is not None:
             raise pending.error
@@ -371,11 +370,11 @@ class StreamWork(Work):
         current = pending.streams.current()
         pending.end.wait(current)
         if current is pending.begun_on:
-            pending.keepalive = ()  # another stream's wait does not keep the first one from getting the memory
+            pending.keepalive = ()  # another stream's wait does not order the first stream's later uses of the memory
         return current
 
     def block_current_stream(self) -> None:
-        """Make the current stream wait for the call; the host goes on, for a barrier too."""
+        """Make the current stream wait for the call; the host does not wait, not even for a barrier."""
         if not self.pending.has_ended:
             self._block_stream()
 
@@ -388,7 +387,7 @@ class StreamWork(Work):
         return super().source_rank() if self._source is None else self._source
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future that is fulfilled at once, and whose waiters' streams wait: torch's CUDA future."""
+        """Return torch's CUDA future: it is fulfilled at once, and the streams of its waiters wait for the call."""
         if self._future is None:
             if self.pending.end is None:
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
@@ -396,20 +395,20 @@ class StreamWork(Work):
                 self._poll()
             device = self.pending.streams.device
             future: torch.futures.Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-            with self.pending.streams.on_side():  # the future's own event goes behind the call
+            with self.pending.streams.on_side():  # the future's own event is recorded behind the call
                 if self._error is None:
                     future.set_result(self._result)
                 else:
                     future.set_result(None)
-                    future = future.then(self._outcome)  # see ``Work.get_future``
+                    future = future.then(self._outcome)  # as in ``Work.get_future``
             self._future = future
         return self._future
 
 
 def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
-    """End something of NCCL's on a thread of its own, on the streams' device, and wait for it only so long.
+    """Run an end function of NCCL on a thread of its own, on the streams' device, and wait for a limited time.
 
-    What fails there is not raised: nothing else can be done to what is ended.
+    Its errors are not raised: there is no other way to end the object.
     """
 
     def run() -> None:
@@ -425,16 +424,16 @@ class Held(NamedTuple):
     """A call for a side stream."""
 
     name: str
-    queue: Callable[[int], Any]  # makes it, on the stream of a handle; holds all that the device reads and writes
-    finish: Callable[[], None] | None  # follows it on the side stream
+    queue: Callable[[int], Any]  # makes it, on the stream of a handle; references all memory of the device
+    finish: Callable[[], None] | None  # runs behind it on the side stream
     work: StreamWork
-    is_single: bool = True  # whether it is one call of the library's, which can be launched together with others
+    is_single: bool = True  # whether it is one call of the library, which can be launched together with others
 
 
 class Batch:
-    """The way of calls to a side stream: at once, or together at the end of a group call that holds them back.
+    """Launches calls on side streams: at once, or together at the end of a group call that holds them back.
 
-    ``launch`` makes calls on their side stream; it is told whether they are those of a group call.
+    ``launch`` makes calls on their side stream; its argument says whether they belong to a group call.
     """
 
     def __init__(self, launch: Callable[[Streams, list[Held], bool], None]) -> None:
@@ -454,7 +453,7 @@ class Batch:
 
     @contextmanager
     def opened(self) -> Iterator[Sequence[Work]]:
-        """Hold back the calls made inside and launch them at the end; nothing of an inner group call."""
+        """Hold back the calls made inside and launch them at the end of the outermost group call."""
         if self.is_open:
             yield self._works
             return
@@ -473,7 +472,7 @@ class Batch:
             self.is_open, self._held = False, []
 
     def _make(self, calls: list[Held], is_group: bool) -> None:
-        """Launch calls behind what the streams hold that they were made on, and keep what they touch."""
+        """Launch calls behind the work on the streams on which they were made, and keep their memory."""
         streams = calls[0].work.pending.streams
         with streams.on_device():
             for stream in dict.fromkeys(call.work.pending.begun_on for call in calls):
