@@ -60,8 +60,8 @@ def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[An
 
 
 def asks_async(call: str, opts: Any) -> bool:
-    """Tell whether a call that has no op and no root is asynchronous: it is unless its options say otherwise."""
-    if opts is None or isinstance(opts, timedelta):  # an overload of c10d's takes a limit there
+    """Tell whether a call without op and root is asynchronous, which is the default of its options."""
+    if opts is None or isinstance(opts, timedelta):  # an overload of c10d's has a limit there
         return True
     if not hasattr(opts, "asyncOp"):
         raise TypeError(
@@ -73,12 +73,12 @@ def asks_async(call: str, opts: Any) -> bool:
 
 
 def is_one(value: Any) -> bool:
-    """Tell whether a caller gave a tensor or an array by itself, not in a list."""
+    """Tell whether a value is a tensor or an array, not a list."""
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
 def as_listed(tensors: Any) -> list[Any]:
-    """Return tensors, given as one or as a list, as a list; TypeError of anything else."""
+    """Return a tensor or a list of tensors as a list; TypeError for anything else."""
     if tensors.__class__ is list:
         return tensors
     return [tensors] if is_one(tensors) else as_tensors(tensors, "tensors", writable=True)
@@ -90,7 +90,7 @@ def first_complex(tensors: Iterable[Any]) -> torch.Tensor | None:
 
 
 def only(call: str, tensors: Any, what: str) -> Any:
-    """Return a tensor that was given by itself or as the only one of a list."""
+    """Return a tensor, given by itself or as the only one of a list."""
     given = as_listed(tensors)
     if len(given) != 1:
         raise MismatchError(f"{call}: requires a single-element {what}, got {len(given)}")
@@ -106,7 +106,7 @@ class C10dMethods(Group):
     _together: AbstractContextManager[Sequence[Work]] | None = None
 
     def _begin(self, issued: Work | None, result: list[Any]) -> Work:
-        """Return a Work for C++, which takes no None: the one that was issued, or one that has ended."""
+        """Return a Work for C++, which does not accept None: the one that was issued, or one that has ended."""
         work = (DoneWork(result) if issued is None else issued)._whole()
         if self._begun is not None:
             self._begun.append(work)
@@ -143,7 +143,7 @@ class C10dMethods(Group):
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> Work:
-        """Combine lists over all ranks and leave each rank its entry."""
+        """Combine lists over all ranks; each rank gets its entry."""
         if is_one(output_tensors):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("reduce_scatter", output_tensors, input_tensors)
@@ -159,7 +159,7 @@ class C10dMethods(Group):
         return self._begin(several.reduce_scatter(self, outputs, inputs, how, is_async), outputs)
 
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
-        """Combine a tensor over all ranks and leave each rank its share."""
+        """Combine a tensor over all ranks; each rank gets its share."""
         op, is_async = parse_options("reduce_scatter_single", inputTensor, opts)
         return self._begin(
             issue(table.REDUCE_SCATTER_SINGLE, self, inputTensor, outputTensor, op, None, is_async), [outputTensor]
@@ -172,7 +172,7 @@ class C10dMethods(Group):
     # -- moving --------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
-        """Write the root's tensor to every rank's; of a list, the one that ``rootTensor`` names, to each of them."""
+        """Write the root's tensor to every rank's; of lists, the one with index ``rootTensor`` to all tensors."""
         given = as_listed(tensors)
         source, is_async = self._root("broadcast", opts, root), getattr(opts, "asyncOp", True)
         chosen = several.check_root_tensor("broadcast", getattr(opts, "rootTensor", 0), len(given))
@@ -182,7 +182,7 @@ class C10dMethods(Group):
         return self._begin(several.broadcast(self, given, source, chosen, is_async), given)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Gather each rank's tensors into lists on every rank: one tensor a rank into a list, or k into k lists."""
+        """Gather each rank's tensors into lists on every rank: one tensor each into a list, or k into k lists."""
         if is_one(input_tensors):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("allgather", output_tensors, input_tensors)
@@ -196,7 +196,7 @@ class C10dMethods(Group):
         return self._begin(issued, several.as_shown(lists))
 
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
-        """Gather each tensor of a list; ``output_lists`` has a list a rank."""
+        """Gather each tensor of a list; ``output_lists`` has a list for each rank."""
         is_async, inputs = asks_async("allgather_coalesced", opts), as_tensors(input_list, "input_list")
         lists = as_tensor_lists(output_lists, "output_lists", writable=True)
         return self._begin(several.gather_together(self, lists, inputs, is_async), [])
@@ -221,7 +221,7 @@ class C10dMethods(Group):
         return self._begin(issue(table.GATHER, self, given, recv, None, target, is_async), outputs)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        """Gather each rank's tensor into one on the root; ``output`` is not looked at elsewhere."""
+        """Gather each rank's tensor into one on the root; ``output`` is not used elsewhere."""
         target, is_async = self._root("gather_single", opts, None), getattr(opts, "asyncOp", True)
         recv = output if self.rank() == target else None
         for each in (input, recv):
@@ -232,7 +232,7 @@ class C10dMethods(Group):
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
     ) -> Work:
-        """Hand each rank its tensor of the root's list."""
+        """Send each rank its tensor of the root's list."""
         target, is_async = self._root("scatter", opts, root), getattr(opts, "asyncOp", True)
         output = only("scatter", output_tensors, "output tensor list")
         inputs = self._only_list("scatter", input_tensors, "input", target)
@@ -253,7 +253,7 @@ class C10dMethods(Group):
         opts: Any = None,
         timeout: Any = None,
     ) -> Work:
-        """Send a share to every rank and receive one from each; empty splits stand for equal shares."""
+        """Send a share to every rank and receive one from each; empty splits mean equal shares."""
         is_async = asks_async("all_to_all_single", opts)
         splits = splits_of(output_split_sizes, input_split_sizes)
         return self._begin(issue(table.ALL_TO_ALL_SINGLE, self, input, output, None, None, is_async, splits), [output])
@@ -263,7 +263,7 @@ class C10dMethods(Group):
         return self._begin(issue(table.BARRIER, self, None, None, None, None, asks_async("barrier", opts)), [])
 
     def _each(self, row: table.Row, event: str, outputs: Any, inputs: Any, opts: Any) -> Work:
-        """Make a call on each input and its output, once all are checked, as one Work."""
+        """Make a call on each input and its output, after all are checked, with one Work."""
         call = f"{row.name}_coalesced"
         check_pairs(call, outputs, inputs)
         inputs, outputs = as_tensors(inputs, "inputs"), as_tensors(outputs, "outputs", writable=True)
@@ -277,14 +277,14 @@ class C10dMethods(Group):
         return self._begin(begin_all(self, event, inputs, several.begin_each(self, calls, is_async), outputs), outputs)
 
     def _root(self, call: str, opts: Any, root: Any) -> int:
-        """Return the root that an options object or a number names, a rank of the group."""
+        """Return the root from an options object or a number, a rank of the group."""
         given = as_rank(root if root is not None else 0 if opts is None else getattr(opts, "rootRank", opts))
         if not 0 <= given < self.size():
             raise MismatchError(f"{call}: invalid root rank: {given} (ranks of the group: 0 to {self.size() - 1})")
         return given
 
     def _only_list(self, call: str, lists: Any, side: str, root: int) -> Tensors:
-        """Return the root's list of one tensor a rank, given by itself or as the only entry of a list of lists."""
+        """Return the root's list with one tensor for each rank, given by itself or as the only entry of a list."""
         lists = [] if lists is None else lists
         if not isinstance(lists, (list, tuple)):
             raise TypeError(f"{call}: `{side}s` is of type {type(lists).__name__}; expected a list")
@@ -326,8 +326,8 @@ class C10dMethods(Group):
     # -- several at once -----------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Launch the calls on a device that are made until ``_end_coalescing`` together, where its library can."""
-        self._leave_coalescing(Exception())  # of a manager that was left by an exception
+        """Launch a device's calls until ``_end_coalescing`` together, if its library can."""
+        self._leave_coalescing(Exception())  # left over by a manager that ended by an exception
         self._together = self.backend(device).grouped()
         self._held = self._together.__enter__()
         self._begun = []
@@ -339,7 +339,7 @@ class C10dMethods(Group):
         return AllWork(begun, [])._whole()
 
     def _leave_coalescing(self, error: Exception | None) -> None:
-        """Launch the calls held back, or forget them if one of them raised: torch's manager does not end then."""
+        """Launch the calls held back, or drop them if one of them raised: then torch's manager does not end."""
         together, self._together = self._together, None
         self._begun, self._held = None, ()
         if together is not None:
@@ -352,13 +352,13 @@ class C10dMethods(Group):
         return [torch.device(kind) for kind in self.backends]
 
     def get_backend(self, device: torch.device) -> DeviceBackend:
-        """Return what torch asks about the backend of a device; it asks by this name since 2.14."""
+        """Return the backend of a device for torch, which calls this name since 2.14."""
         return DeviceBackend(self, self.backend(device))
 
     _get_backend = get_backend
 
     def getBackendName(self) -> str:
-        """Return the name for DDP's logger, which would look inside "gloo" and "nccl" in C++."""
+        """Return a name for DDP's logger, which would access C++ classes for "gloo" and "nccl"."""
         return "hpcdist" if self.asked_name in (None, "gloo") else self.asked_name
 
     def name(self) -> str:
@@ -372,14 +372,14 @@ class C10dMethods(Group):
         return self.group_name
 
     def getGroupDesc(self) -> str:
-        """Return what the group is for; C++ asks by this name."""
+        """Return the description; C++ calls this name."""
         return self.group_desc
 
     def _get_sequence_number_for_group(self) -> int:
         return self.journal.sequence
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the collectives are counted from the group's beginning, alike on all ranks."""
+        """Do nothing: the collectives are counted from the group's beginning, the same on all ranks."""
 
     def _has_hooks(self) -> bool:
         return False

@@ -1,6 +1,6 @@
 """Work: torch's handle of a call under way, for calls of every backend.
 
-What the Work of one backend does not share stands with it: ``core.queue`` has the CPU backends' asynchronous calls.
+Each backend's own Works are in its modules: ``core.queue`` has those of the CPU backends' asynchronous calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hpcdist.core.hooks import Event
 from hpcdist.core.printing import shown
 from hpcdist_stores.keep_alive import KeptAlive
 
-NO_TIMEOUT = timedelta(0)  # c10d: Work.wait() without a limit of its own
+NO_TIMEOUT = timedelta(0)  # c10d's value of Work.wait() without a limit
 SHORTEST_TIMEOUT = timedelta(microseconds=1)
-ASKED_FROM = 16  # messages under way before they are asked whether they have ended: asking costs an MPI call each
-LONGEST_TIMEOUT = timedelta(seconds=1e9)  # 31 years: Python's locks and timers do not hold ``timedelta.max``
+ASKED_FROM = 16  # messages under way before they are polled, which costs an MPI call each
+LONGEST_TIMEOUT = timedelta(seconds=1e9)  # 31 years: Python's locks and timers cannot hold ``timedelta.max``
 
 
 def check_timeout(timeout: Any, is_optional: bool = True, may_be_zero: bool = False) -> None:
-    """Raise c10d's error for a limit of calls that is no timedelta, not above zero, or None unless it is optional."""
+    """Raise c10d's error unless a limit of calls is a timedelta above zero, or None if it is optional."""
     if timeout is None and is_optional:
         return
     if not isinstance(timeout, timedelta):
@@ -41,21 +41,21 @@ TorchWork = torch.distributed.Work
 
 
 class PythonHalf(type(TorchWork)):  # type: ignore[misc]
-    """Type of the Works, made without their C++ half, most of a Work's cost; ``_for_cpp`` makes it if C++ needs it."""
+    """Metaclass that makes Works without their C++ half, most of the cost; ``_for_cpp`` makes it if C++ needs it."""
 
-    __call__ = type.__call__  # pybind11's own refuses an object without that half
+    __call__ = type.__call__  # pybind11's own metaclass refuses an object without that half
 
 
 class Work(TorchWork, metaclass=PythonHalf):
-    """A collective or message under way; torch's Work, so that c10d code takes it as one.
+    """A collective or message under way, derived from torch's Work, so that code for c10d can use it.
 
     ``wait`` returns True when the buffers may be used, raises what the call raised, and may be called
     from any thread and more than once.
     """
 
-    # A Work costs as much as its MPI call. What every call sets is a slot, because the first entry of an object's
-    # ``__dict__`` takes 1 µs; what most calls never set stays with the class. What is told of the end (a future, an
-    # event, a lock) is an entry of ``__dict__`` from when somebody asks until it is popped, which is atomic.
+    # A Work costs as much as its MPI call. Attributes that every call sets are slots, because the first entry of an
+    # object's ``__dict__`` takes 1 µs; rare ones have defaults in the class. Objects to notify of the end (a future, an
+    # event, a lock) are entries of ``__dict__`` from their registration until they are popped, which is atomic.
     __slots__ = ("__dict__", "_call", "_done", "_error", "_has_half", "_result")
 
     _call: tuple[Any, ...] | None  # its record in the group's journal
@@ -63,7 +63,7 @@ class Work(TorchWork, metaclass=PythonHalf):
     _error: BaseException | None
     _has_half: bool  # set with the C++ half
     _result: list[Any]  # the output tensors, or several lists of them
-    _is_asked = False  # whether somebody is to be told of the end
+    _is_asked = False  # whether there is an object to notify of the end
     _future: torch.futures.Future | None = None
 
     def __init__(self, result: list[Any]) -> None:
@@ -72,7 +72,7 @@ class Work(TorchWork, metaclass=PythonHalf):
         self._call = self._error = None
 
     def _whole(self) -> Work:
-        """Return the Work with its C++ half, for C++ that holds the Python half too, as it does of a method's result.
+        """Return the Work with its C++ half, for C++ that holds the Python half too, such as a method's result.
 
         Another class, as that of ``_for_cpp``, takes C++ 1 µs more.
         """
@@ -82,20 +82,20 @@ class Work(TorchWork, metaclass=PythonHalf):
         return self
 
     def _for_cpp(self) -> Work:
-        """Return the Work, which C++ may call and keep from now on: it lives until C++ has released it too."""
+        """Return the Work in a form that C++ may call and keep: it lives until C++ has released it too."""
         if not isinstance(self, KeptAlive):
             self._whole()
             self.__class__ = kept(self.__class__)
         return self
 
-    # -- for the one who carries the call out --------------------------------------------------------
+    # -- for the code that carries the call out ------------------------------------------------------
 
     def _finish(self, error: BaseException | None = None) -> None:
-        if self._done:  # a call that was given up may still end
+        if self._done:  # already ended by an error, such as of a call that was given up
             return
         self._error = error
         if self._is_asked:
-            self._end_event()  # who sees that the call has ended may end the profile
+            self._end_event()  # a thread that sees the end of the call may end the profile
         self._done = True
         if self._is_asked:
             self._tell()
@@ -107,27 +107,27 @@ class Work(TorchWork, metaclass=PythonHalf):
             event.__exit__(None, None, None)
 
     def _tell(self) -> None:
-        """Tell of the end whoever has asked, once; who asks after it has ended calls this too."""
+        """Notify the registered objects of the end, once; also called by a registration after the end."""
         self._end_event()
         future = self.__dict__.pop("_promise", None)
         if future is not None:
             future.set_result(None)
 
     def _ask(self, name: str, value: Any) -> None:
-        """Leave what is to be told of the end."""
+        """Register an object to notify of the end."""
         self.__dict__[name] = value
         self._is_asked = True
         if self._done:
             self._tell()
 
     def _ends(self, event: Event) -> None:
-        """Let a profiler's event end when the call ends."""
+        """End a profiler's event when the call ends."""
         self._ask("_event", event)
 
     def _carry_out(self) -> bool:
-        """Carry the call out on this thread if nobody has begun to, and tell whether it has ended.
+        """Carry the call out on this thread if no thread has begun it, and tell whether it has ended.
 
-        A wait with a limit of its own does not ask for it, because nothing ends a call of MPI in time.
+        A wait with a limit of its own does not call this, because a call of MPI could not be ended in time.
         """
         return False
 
@@ -136,27 +136,27 @@ class Work(TorchWork, metaclass=PythonHalf):
         raise NotImplementedError
 
     def _await(self, seconds: float | None) -> bool:
-        """Block as ``_block`` does, and let the group's journal say so meanwhile."""
+        """Block as ``_block`` does, recorded in the group's journal."""
         if (call := self._call) is None:
             return self._block(seconds)
         with call[0].blocking(call, self, seconds):
             return self._block(seconds)
 
     def _see(self) -> None:
-        """Take note that somebody sees its error, if it has one."""
+        """Record that a caller gets its error, if it has one."""
 
     def _interrupt(self, reason: str) -> bool:
-        """Make a wait for this Work raise; return False if that cannot be done."""
+        """Make a wait for this Work raise; return False if that is impossible."""
         return False
 
     def _outlive(self, reason: str, seconds: float) -> None:
-        """Have a later wait raise after so many seconds: the group has ended, so the watchdog does not look at it."""
+        """Let a later wait raise after some seconds: the group has ended, so the watchdog does not watch it."""
 
     def _poll(self) -> None:
-        """Notice, where nobody else does, that the call has ended."""
+        """Detect the end of the call, if no other thread does."""
 
     def _devices(self) -> list[int | str | torch.device]:
-        """Return the GPUs whose streams wait for the call if the host does not."""
+        """Return the GPUs whose streams wait for the call in place of the host."""
         return []
 
     # -- c10d's names --------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ class Work(TorchWork, metaclass=PythonHalf):
         """Block until the buffers may be used.
 
         Args:
-            timeout: the most to wait; zero stands for the group's own limit, and less than that is over at once.
+            timeout: the longest wait; zero is the group's own limit, and a negative one is over at once.
 
         Raises:
             DistBackendError: the time is over; the call itself goes on.
         """
-        # no CPU backend's Work has another: torch.compile, which would trace into what this runs, knows it by its code
+        # all CPU backends' Works have this one: torch.compile, which would trace into it, identifies it by its code
         if not self._done and (timeout or not self._carry_out()):
             if isinstance(timeout, float):  # pybind11 takes it for seconds
                 timeout = timedelta(seconds=min(timeout, LONGEST_TIMEOUT.total_seconds()))
@@ -189,7 +189,7 @@ class Work(TorchWork, metaclass=PythonHalf):
         return True
 
     def synchronize(self) -> None:
-        """Wait, as c10d does for work on the CPU."""
+        """Wait, as c10d does for calls on the CPU."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -203,7 +203,7 @@ class Work(TorchWork, metaclass=PythonHalf):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what the call raised, or None."""
+        """Return the error of the call, or None."""
         self._see()
         return self._error
 
@@ -243,17 +243,17 @@ class Work(TorchWork, metaclass=PythonHalf):
         return self._result
 
     def _pursue(self) -> None:
-        """See to it that a future asked for is fulfilled though nobody waits."""
+        """Make sure that a future is fulfilled without a wait."""
 
 
 @cache
 def kept(kind: type[Work]) -> type[Work]:
-    """Return the class of those Works of a class that C++ may keep."""
+    """Return the subclass for Works that C++ may keep."""
     return PythonHalf(kind.__name__, (KeptAlive, kind), {"__slots__": (), "__module__": kind.__module__})
 
 
 def in_cpp(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of torch's Work, which needs the C++ half."""
+    """Return a method of torch's Work that first makes the C++ half."""
 
     @wraps(method)
     def call(self: Work, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ for _name, _method in vars(TorchWork).items():
 
 
 class DoneWork(Work):
-    """A call that had ended before its Work was made."""
+    """The Work of a call that has already ended."""
 
     __slots__ = ()
 
@@ -281,9 +281,9 @@ class DoneWork(Work):
 
 
 class AllWork(Work):
-    """Several calls that are waited for as one (c10d's coalesced calls).
+    """Several calls with one Work (c10d's coalesced calls).
 
-    It has ended when its parts have. A wait ends nothing: those of a device only order the stream that is current then.
+    It has ended when its parts have. A wait for device calls does not end it: it only orders the current stream.
     """
 
     __slots__ = ("_works",)
@@ -293,7 +293,7 @@ class AllWork(Work):
         self._works = works
 
     def _carry_out(self) -> bool:
-        """Carry out its parts, if it has any, as a wait for the last would; leave an error to ``_block``."""
+        """Carry out its parts, like a wait for the last one; errors are left to ``_block``."""
         for work in reversed(self._works):
             if not (work._done or work._carry_out()) or work._error is not None:
                 return False
@@ -304,11 +304,11 @@ class AllWork(Work):
     def _block(self, seconds: float | None) -> bool:
         end, failed = None if seconds is None else time.monotonic() + seconds, None
         for work in self._works:
-            # a limit of zero would be none
+            # a limit of zero would mean no limit
             limit = NO_TIMEOUT if end is None else max(timedelta(seconds=end - time.monotonic()), SHORTEST_TIMEOUT)
             try:
                 work.wait(limit)
-            except Exception as error:  # the others may still write
+            except Exception as error:  # the other parts may still write
                 failed = failed or error
         if failed is not None:
             self.is_completed()
@@ -322,7 +322,7 @@ class AllWork(Work):
             self._finish(self.exception())
 
     def _ends(self, event: Event) -> None:
-        if self._devices():  # whose Works end theirs when the call is queued
+        if self._devices():  # their Works end events when the call is queued
             event.__exit__(None, None, None)
         else:
             super()._ends(event)
@@ -338,18 +338,18 @@ class AllWork(Work):
         return list(dict.fromkeys(device for work in self._works for device in work._devices()))
 
     def block_current_stream(self) -> None:
-        """Make the current stream wait for every part; the host goes on."""
+        """Make the current stream wait for every part; the host does not wait."""
         for work in self._works:
             work.block_current_stream()
 
     def exception(self) -> BaseException | None:
-        """Return what the first part that failed raised, or None."""
+        """Return the error of the first part that failed, or None."""
         return self._error or next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future:
         """Return a future of the output tensors, fulfilled when those of the parts are."""
         if self._future is None:
-            # the future of several has no devices: one that has them lets the streams of those who use it wait
+            # a future of several parts has no devices: with devices, the streams of its users would wait
             promise: torch.futures.Future = torch.futures.Future(devices=self._devices())
             parts = torch.futures.collect_all([work.get_future() for work in self._works])
 
@@ -364,7 +364,7 @@ class AllWork(Work):
 
 
 class HeldWork(AllWork):
-    """A call that a coalescing manager holds back: it has not ended before the manager begins it."""
+    """A call that a coalescing manager holds back until its end."""
 
     __slots__ = ("_is_held",)
 
@@ -373,13 +373,13 @@ class HeldWork(AllWork):
         self._is_held = True
 
     def _begin(self, works: list[Work]) -> None:
-        """Stand for the calls that the manager has begun in its place; without any, it has ended."""
+        """Take over the calls that the manager has begun for it; without any it has ended."""
         self._works, self._is_held = works, False
         if self._is_asked:
             self._pursue()
 
     def _drop(self, error: BaseException) -> None:
-        """Have ended, if the manager has not begun the call, because an error has left its block."""
+        """End with an error if the manager has not begun the call, because its block was left by an exception."""
         if self._is_held:
             self._finish(
                 DistBackendError(f"the call was not made, because its group call was left by an error: {error}")
@@ -407,28 +407,28 @@ class HeldWork(AllWork):
         self._poll()
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of the call; a wait for it inside of the manager's block would not end."""
+        """Return a future of the call; a wait for it inside the manager's block would not end."""
         return Work.get_future(self) if self._is_held or self._future is not None else super().get_future()
 
 
 class Unfinished(dict[Work, None]):
-    """Works of the messages under way on a communicator, kept with their buffers though the caller may drop them.
+    """Works of the messages under way on a communicator, kept with their buffers even if the caller drops them.
 
-    Whoever notices the end of one takes it out; another thread may have done so.
+    The thread that detects the end of one removes it; another thread may have done so.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = ASKED_FROM  # from how many on they are asked whether they have ended
+        self.limit = ASKED_FROM  # the number from which they are polled
 
     def hold(self, work: Work) -> None:
-        """Keep one, and ask all if they are twice as many as were left the last time."""
+        """Keep one, and poll all if there are twice as many as were left after the last poll."""
         if len(self) >= self.limit:
             self.sweep()
         self[work] = None
 
     def sweep(self) -> None:
-        """Ask all whether they have ended."""
+        """Poll all."""
         for each in list(self):
-            each.is_completed()  # which releases it
+            each.is_completed()  # this releases it
         self.limit = max(ASKED_FROM, 2 * len(self))

@@ -4,12 +4,12 @@ c10d's own groups make each collective an operator (``torch.ops.c10d.allreduce_`
 CommDebugMode counts these operators, FakeTensorMode takes them over, and a subclass that only wraps other tensors
 unwraps itself in them. A group made in Python bypasses the dispatcher, and a wrapper has no memory that MPI could read.
 
-So while a mode is active, or if a wrapper is given, a method of a group calls its namesake in torch's base class, which
-calls the operator. c10d's own kernels then ask the group for its Backend in C++, which a group made in Python does not
-have. Kernels of ours take the call of one of our groups on the way to them, carry it out, when everybody else has seen
-it, on the tensors that they are given, and hand all others on; so what C++, a traced graph or a compiled program calls
-by an operator works too. They are installed with the first call of ours that goes through the dispatcher. Two operators
-of ``_c10d_functional`` ask for the Backend themselves.
+So while a mode is active, or if a wrapper is given, a method of a group calls the same method of torch's base class,
+which calls the operator. c10d's own kernels would then ask the group for its C++ Backend, which a group made in Python
+does not have. Our kernels come before them: they carry out calls on our groups, after all modes and subclasses, and
+pass all others on; so operators that C++, a traced graph or a compiled program calls work too. They are installed at
+the first call of ours that goes through the dispatcher. Two operators of ``_c10d_functional`` ask for the Backend
+themselves.
 
 What torch keeps private and is used here, and the versions where that was checked; in a torch without these names modes
 do not see the calls:
@@ -57,9 +57,9 @@ Function = Callable[..., Any]
 
 # -- kernels -----------------------------------------------------------------------------------------------
 
-BELOW_MODES = "BackendSelect"  # a key of every call, below modes, subclasses and autograd, above all devices
+BELOW_MODES = "BackendSelect"  # a key in every call, below modes, subclasses and autograd, above all devices
 GROUP = "process_group"
-# an operator's name is, with an underscore, that of the method or its earlier one: the name of today by that
+# an operator has the name of the method, today's or an earlier one, with an underscore: the method by that name
 EARLIER = {earlier: name for name, earlier in table.METHODS.items() if earlier is not None}
 METHOD_OF = {**EARLIER, "recv_any_source": "recv_anysource"}
 FIELDS = {"reduce_op": "reduceOp", "root_rank": "rootRank", "root_tensor": "rootTensor", "async_op": "asyncOp"}
@@ -79,14 +79,14 @@ UNDER_WAY = UnderWay()
 
 
 def is_known_to_torch(value: Any) -> bool:
-    """Tell whether a tensor, or the first of a list, has no memory: torch itself says what becomes of it."""
+    """Tell whether a tensor, or the first of a list, has no memory, so that torch itself computes the result."""
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 def reduce_op(boxed: Any) -> Any:
-    """Return the op of an operator's argument, for which a torch such as 2.8 has no way: RuntimeError."""
+    """Return the op of an operator's argument; RuntimeError if this torch, such as 2.8, cannot do so."""
     if "op" not in boxed._method_names():
         raise RuntimeError(
             f"torch {torch.__version__} does not say which op an operator of c10d reduces by, in a graph that was "
@@ -96,9 +96,9 @@ def reduce_op(boxed: Any) -> Any:
 
 
 def parsed(names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]:
-    """Return what a method takes after its tensors, of an operator's arguments after the group, and the call's seconds.
+    """Return a method's arguments after the tensors, from an operator's arguments after the group, and the limit.
 
-    Those are negative without a limit.
+    The limit is in seconds, negative for none.
     """
     options, rest, seconds = SimpleNamespace(), [], -1.0
     for each, value in zip(names, values, strict=False):
@@ -114,7 +114,7 @@ def parsed(names: list[str], values: tuple[Any, ...]) -> tuple[list[Any], float]
 
 
 def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
-    """Carry out an operator on a group of ours; hand one on a group of torch's on."""
+    """Carry out an operator on a group of ours; pass on those on torch's own groups."""
     names = [each.name for each in operator._schema.arguments]
     place = names.index(GROUP)
     tensors, group = args[:place], TorchProcessGroup.unbox(args[place])
@@ -127,7 +127,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
         if name == "monitored_barrier":
             group.monitored_barrier()  # type: ignore[attr-defined]  # c10d.monitored adds it
             return None
-        given = () if name == "barrier" else tensors  # its tensor only says on which device
+        given = () if name == "barrier" else tensors  # its tensor only gives the device
         if made is not None and made[0] == name:
             work = CARRY_OUT[name](group, *given, *made[1][len(given) :], **made[2])
         else:
@@ -142,7 +142,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
 
 @cache
 def install() -> torch.library.Library:
-    """Install the kernels of ``c10d::``, once a process; they live as long as what is returned."""
+    """Install the kernels of ``c10d::``, once in a process; they live as long as the returned object."""
     library = torch.library.Library("c10d", "IMPL")
     for full in sorted(_dispatch_get_all_op_names()):
         namespace, _, name = full.partition("::")
@@ -179,7 +179,7 @@ def gather_into(
 def exchange_messages(
     group: ProcessGroup, kinds: list[str], peers: list[int], tags: list[int], tensors: list[torch.Tensor], name: Any
 ) -> list[torch.Tensor]:
-    """Begin messages together, as ``batch_p2p_ops`` does; wait for what it returns: a sent tensor has a placeholder."""
+    """Begin messages together, as ``batch_p2p_ops`` does; returns tensors to wait for, placeholders for sends."""
     with group.grouped():
         begin = {"isend": group.send, "irecv": group.recv}
         messages = list(zip(kinds, tensors, peers, tags, strict=True))
@@ -192,7 +192,7 @@ def exchange_messages(
 
 
 def of_ours(carry_out: Function, operator: Any, place: int, *args: Any, **kwargs: Any) -> Any:
-    """Carry out a functional operator on a group of ours, which itself or its name is at a place; leave torch's."""
+    """Return a kernel that carries out a functional operator on our groups, given the place of the group's argument."""
     name = args[place]
     group: Any = c10d._resolve_process_group(GroupName(name)) if isinstance(name, str) else name
     if not isinstance(group, ProcessGroup):
@@ -220,9 +220,9 @@ TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
 
 
 def needs(values: Iterable[Any]) -> tuple[float | None, bool]:
-    """Return what the arguments of a method ask for besides the call: its seconds, and whether one wraps a tensor.
+    """Return the limit in a method's arguments, in seconds, and whether one of them wraps a tensor.
 
-    None stands for the group's limit; a wrapper decides itself what an operator does to it.
+    None means the group's limit; a wrapper defines the effect of an operator itself.
     """
     seconds, is_wrapped = None, False
     for value in values:
@@ -239,14 +239,14 @@ def needs(values: Iterable[Any]) -> tuple[float | None, bool]:
 
 
 def has_wrapper(values: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the values or their lists decides itself what an operator does to it."""
+    """Tell whether a tensor among the values or their lists is a wrapper, which handles operators itself."""
     return needs(values)[1]
 
 
 def exchange_operator(
     pg: ProcessGroup, output: Any, input: Any, received: Any, sent: Any, opts: Any = None, timeout: Any = None
 ) -> Work:
-    """Call the operator of all_to_all_single; the base class's method would call our two methods in turn, for ever."""
+    """Call the operator of all_to_all_single; the base class's method would call our two methods in turn, forever."""
     boxed = torch.ops.c10d.alltoall_base_(
         output, input, pg.boxed(), received or [], sent or [], getattr(opts, "asyncOp", True)
     )
@@ -255,13 +255,13 @@ def exchange_operator(
 
 
 def name_in_cpp(name: str) -> str:
-    """Return the name of the two under which this torch's C++ calls a method of a group."""
+    """Return the one of two names by which this torch's C++ calls a method of a group."""
     later = EARLIER.get(name, name)
     return later if has("`all_gather_single` and the other names in `_single`") else table.METHODS.get(later) or later
 
 
 def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., Work]:
-    """Return a method that goes through the dispatcher if somebody there must see the call."""
+    """Return a method that goes through the dispatcher if a mode or wrapper must see the call."""
     base = getattr(TorchProcessGroup, name, None) or getattr(TorchProcessGroup, name_in_cpp(name))
     later = EARLIER.get(name, name)
     CARRY_OUT[later] = method
@@ -300,7 +300,7 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
 
 
 def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
-    """End torch's coalescing manager on a group, if there is one: an error leaves it open."""
+    """End torch's coalescing manager on a group, if there is one: an error would leave it open."""
     if pg._begun is not None:
         pg._leave_coalescing(error)
         forget_coalescing(pg)
@@ -324,9 +324,9 @@ def options(call: Call, made: Any, async_op: bool) -> Any:
 
 
 def shares(tensor: Any, pg: Any, counts: Any = None, side: int = 0) -> list[list[torch.Tensor]]:
-    """Return the ranks' shares of a tensor as the list of lists that c10d takes; an empty one without a tensor.
+    """Return the ranks' shares of a tensor as c10d's list of lists; empty without a tensor.
 
-    They are of one size, or as one side of a call's counts says.
+    They have one size, or the sizes of one side of a call's counts.
     """
     if tensor is None:
         return []
@@ -370,7 +370,7 @@ DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]
 
 
 def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
-    """Carry out a call of the facade by c10d's method, and so through the dispatcher; one on lists ends in here."""
+    """Carry out a call of the facade by c10d's method, and so through the dispatcher."""
     send = None if call.send is None else as_tensor(call.send, "tensor")  # it may be a NumPy array
     recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
     if call.row is table.GATHER and recv is not None and (flat := for_writing(recv)) is not recv:  # it is divided

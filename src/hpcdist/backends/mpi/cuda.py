@@ -1,10 +1,10 @@
 """Tensors of GPUs over MPI, for groups without NCCL: CUDA's, ROCm's and Intel's.
 
-An MPI that is aware of a GPU takes device memory as it is, once the kernels that write it have ended. Whether it is one
-is asked at run time, and then tried, because a library may be built for CUDA and run without its transport. Every
-other MPI would read a device address as a host's and crash, so there the tensor goes through pinned host memory,
-with one warning. That is a fact of one process, so it decides only about copies: a call that goes through node-shared
-memory on other ranks takes host memory here too.
+A GPU-aware MPI takes device memory directly, after the kernels that write it have ended. The library is asked at run
+time, and then tested, because it may be built for CUDA and run without its transport. Any other MPI would read a device
+address as a host's and crash, so there the tensor is copied through pinned host memory, with one warning. This is a
+fact of one process, so it decides only about copies: a call that goes through node-shared memory on other ranks uses
+host memory here too.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ WARNING = (
     "{memory} tensors of this group travel through host memory: the MPI library is not {memory}-aware ({library}). "
     "{advice}"
 )
-PROBE_BYTES = (64, 1 << 20)  # below and above every library's limit of eager messages
+PROBE_BYTES = (64, 1 << 20)  # bytes below and above every library's limit of eager messages
 
 
 class Memory(NamedTuple):
-    """The memory of a vendor's GPUs, and how an MPI library is asked whether it takes it."""
+    """The memory of a vendor's GPUs, and the ways to ask an MPI library whether it is aware of it."""
 
-    title: str  # what users call it
+    title: str  # its name for users
     kind: str  # its name in MPI 4.1's ``mpi_memory_alloc_kinds`` (MPI 11.4.3)
-    functions: tuple[str, ...]  # extensions of Open MPI, MPICH and MVAPICH that answer for it
+    functions: tuple[str, ...]  # functions of Open MPI, MPICH and MVAPICH that tell
     number: int  # ``MPIX_GPU_SUPPORT_...`` of MPICH and Intel MPI
     device: str  # torch's device type
-    advice: str  # what is faster than the way through the host
+    advice: str  # the backend that is faster than copies through the host
 
 
 CUDA = Memory(
@@ -66,12 +66,14 @@ ROCM = Memory(
 LEVEL_ZERO = Memory(
     "XPU", "level_zero", ("MPIX_Query_ze_support",), 1, "xpu", "XCCL is faster: use backend='cpu:mpi,xpu:xccl'"
 )
-OWN = LEVEL_ZERO if getattr(torch.version, "xpu", None) else ROCM if torch.version.hip else CUDA  # of this torch
-CRAYS = "MPICH_GPU_SUPPORT_ENABLED"  # 1: Cray MPICH takes the memory of the GPUs that it is linked for
+OWN = (
+    LEVEL_ZERO if getattr(torch.version, "xpu", None) else ROCM if torch.version.hip else CUDA
+)  # this torch's
+CRAYS = "MPICH_GPU_SUPPORT_ENABLED"  # 1: Cray MPICH is aware of the GPUs for which it is linked
 
 
 def answers(library: ctypes.CDLL, memory: Memory) -> list[bool]:
-    """Return what a library answers about a memory, by each of the extensions that it has."""
+    """Return a library's answers about a memory, by extension."""
     found = [bool(getattr(library, name)()) for name in memory.functions if hasattr(library, name)]
     if hasattr(library, "MPIX_GPU_query_support"):
         supported = ctypes.c_int(0)
@@ -88,7 +90,7 @@ def kinds_of_memory() -> list[str]:
 
 
 def says_aware(memory: Memory = OWN) -> bool:
-    """Tell whether the MPI library says that it takes a memory."""
+    """Tell whether the MPI library claims to be aware of a memory."""
     if memory.kind in kinds_of_memory():
         return True
     if os.environ.get(CRAYS) == "1" and "CRAY MPICH" in MPI.Get_library_version().upper():
@@ -97,7 +99,7 @@ def says_aware(memory: Memory = OWN) -> bool:
 
 
 def passes_probe() -> bool:
-    """Tell whether a tensor of a GPU that is sent to oneself arrives."""
+    """Tell whether a GPU's tensor that this rank sends to itself arrives."""
     for nbytes in PROBE_BYTES:
         sent = torch.arange(nbytes, device=OWN.device).to(torch.uint8)
         received = torch.zeros_like(sent)
@@ -113,7 +115,7 @@ def passes_probe() -> bool:
 
 @cache
 def is_aware() -> bool:
-    """Tell whether this MPI takes device memory; if it does not, warn once."""
+    """Tell whether this MPI is aware of device memory; if not, warn once."""
     aware = says_aware() and passes_probe()
     if not aware:
         text = WARNING.format(memory=OWN.title, library=short_name(MPI), advice=OWN.advice)
@@ -122,15 +124,15 @@ def is_aware() -> bool:
 
 
 class StagedBackend(Backend):
-    """The GPUs' side of a group of MPI.
+    """The backend of GPU tensors over MPI.
 
-    ``is_shared`` tells whether ``inner``, the group's MPI backend, runs a row, dtype and op with so many bytes through
+    ``is_shared`` tells whether ``inner``, the group's MPI backend, runs a row, dtype and op of a size through
     node-shared memory. The streams are those of ``cuda``: ``torch.cuda`` or ``torch.xpu``.
     """
 
     name: ClassVar[str] = "mpi"
     has_lists: ClassVar[bool] = True
-    connect: Any = None  # groups are the MPI backend's, which a group has for all of its devices
+    connect: Any = None  # the MPI backend makes the groups, for all of a group's devices
     split: Any = None
     create_group: Any = None
 
@@ -142,17 +144,17 @@ class StagedBackend(Backend):
 
     @property
     def queue(self) -> Queue | None:  # type: ignore[override]
-        """The worker of the communicator, which carries its calls on either device in one order."""
+        """The queue of the communicator, with the calls on both devices in one order."""
         return self.inner.queue
 
     # -- copies ----------------------------------------------------------------------------------------
 
     def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return pinned memory like a tensor; the device that is current gets a context for it."""
+        """Return pinned memory like a tensor; this starts a context on the current device."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values on the host; what the current stream of its device holds has then ended."""
+        """Return a tensor's values on the host, after the work on the current stream of its device."""
         with self._cuda.device(tensor.device):
             host = self._on_host(tensor)
             host.copy_(tensor, non_blocking=True)
@@ -160,16 +162,16 @@ class StagedBackend(Backend):
         return host
 
     def _to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy values to the device; any stream may read them then."""
+        """Copy values to the device; then any stream may read them."""
         with self._cuda.device(tensor.device):
             put(host, tensor)
             self._cuda.current_stream(tensor.device).synchronize()
 
     def _goes_directly(self, call: Call) -> bool:
-        """Tell whether MPI itself may take the device memory.
+        """Tell whether MPI may use the device memory.
 
-        Reductions may not: what surrounds them (``reductions``) is arithmetic on the stream between MPI's calls.
-        Nor may buffers that share memory, of which ``MPIBackend`` makes a copy that it does not wait for.
+        Not for reductions: the steps around them (``reductions``) would be kernels between MPI's calls. Nor for buffers
+        that share memory, of which ``MPIBackend`` makes a copy without waiting for it.
         """
         row, send, recv, op, *_ = call
         if row.reduces or not is_aware() or (send is not None and self._is_shared(row, send.dtype, op, call.nbytes)):
@@ -182,7 +184,7 @@ class StagedBackend(Backend):
         self.inner.check_reduction(row, dtype, op)
 
     def run(self, call: Call) -> None:
-        """Run one collective on device memory or on copies of it; the result is there when it returns."""
+        """Run one collective on device memory or on copies of it; the result is complete when it returns."""
         _, send, recv, *_ = call
         given = call.tensor
         if given is None:
@@ -211,7 +213,8 @@ class StagedBackend(Backend):
         before.record(self._cuda.current_stream(given.device))
 
         def carry_out() -> None:
-            # a thread that has chosen no device: the end of ``stream`` alone would go back to GPU 0 and start a context
+            # the thread has chosen no device: the end of ``stream`` alone would switch to GPU 0 and start a context
+            # there
             with self._cuda.device(given.device), self._cuda.stream(side):
                 side.wait_event(before)
                 self.run(call)
@@ -225,7 +228,7 @@ class StagedBackend(Backend):
         self.inner.send(self._readable(tensor), dst, tag)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        target = self._readable(tensor)  # a shorter message leaves some of its values
+        target = self._readable(tensor)  # a shorter message does not write all values
         source = self.inner.recv(target, src, tag)
         if target is not tensor:
             self._to_device(target, tensor)
@@ -243,13 +246,13 @@ class StagedBackend(Backend):
                 self._to_device(target, tensor)
             if finish is not None:
                 finish()
-                # the stream need not be the one on which ``tensor``, dropped after this, was allocated
+                # ``tensor``, dropped after this, may have been allocated on another stream
                 self._cuda.current_stream(tensor.device).synchronize()
 
         return self.inner.irecv(target, src, tag, arrived)
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values where MPI can read and write: its own memory, or a copy on the host."""
+        """Return a tensor's values in memory that MPI can use: its own, or a copy on the host."""
         if not is_aware():
             return self._to_host(tensor)
         self._cuda.current_stream(tensor.device).synchronize()
