@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     # -- core.work: the end of a call is told once, with its error
     *Lines(WORK, IN_QUEUE).broken(
-        ("        if self._done:  # a call that was given up", "        if False:  # a call that was"),
+        ("        if self._done:  # already ended", "        if False:  # a call that was"),
         ("            raise self._error\n        return True\n", "        return True\n"),
     ),
     *Lines(WORK, f"{IN_QUEUE} mpi/test_async.py").broken(
