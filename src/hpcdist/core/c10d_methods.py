@@ -28,7 +28,7 @@ from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.printing import shown
 from hpcdist.core.ranks import as_rank
-from hpcdist.core.reduction import PRODUCT, SUM, canonical
+from hpcdist.core.reduction import MEMBERS, PRODUCT, SUM, canonical
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 Tensors = list[torch.Tensor]
@@ -41,17 +41,18 @@ REDUCING: frozenset[type[Any]] = frozenset({
 })  # fmt: skip
 
 
-def parse_options(call: str, tensor: Any, opts: Any, op: Any = None) -> tuple[Any, bool]:
+def parse_options(call: str, tensors: Iterable[Any], opts: Any, op: Any = None) -> tuple[Any, bool]:
     """Return the op and whether the call is asynchronous; ``opts`` may be an options object or the op itself.
 
     The product of complex numbers is an error: c10d's methods have never computed it.
     """
     if opts.__class__ in REDUCING and op is None:
-        how, is_async = canonical(opts.reduceOp), opts.asyncOp
+        given = opts.reduceOp
+        how, is_async = MEMBERS.get(hash(given), given), opts.asyncOp  # ``canonical``, for latency
     else:
         given = op if opts is None else getattr(opts, "reduceOp", opts)
         how, is_async = canonical(SUM if given is None else given), getattr(opts, "asyncOp", True)
-    if how is PRODUCT and isinstance(tensor, torch.Tensor) and tensor.is_complex():
+    if how is PRODUCT and any(isinstance(each, torch.Tensor) and each.is_complex() for each in tensors):
         raise MismatchError(
             f"{call} does not support PRODUCT on complex tensors as a method of a group, nor does torch.distributed; "
             "hpcdist.all_reduce, reduce and reduce_scatter do"
@@ -84,11 +85,6 @@ def as_listed(tensors: Any) -> list[Any]:
     return [tensors] if is_one(tensors) else as_tensors(tensors, "tensors", writable=True)
 
 
-def first_complex(tensors: Iterable[Any]) -> torch.Tensor | None:
-    """Return the first complex tensor of a list, or None."""
-    return next((each for each in tensors if isinstance(each, torch.Tensor) and each.is_complex()), None)
-
-
 def only(call: str, tensors: Any, what: str) -> Any:
     """Return a tensor, given by itself or as the only one of a list."""
     given = as_listed(tensors)
@@ -117,7 +113,7 @@ class C10dMethods(Group):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
         given = tensors if tensors.__class__ is list else as_listed(tensors)
-        how, is_async = parse_options("allreduce", given[0] if given else None, opts, op)
+        how, is_async = parse_options("allreduce", given, opts, op)
         if len(given) == 1:
             return self._begin(issue(table.ALL_REDUCE, self, given[0], given[0], how, None, is_async), given)
         given = as_tensors(given, "tensors", writable=True)
@@ -128,7 +124,7 @@ class C10dMethods(Group):
         given = tensors if tensors.__class__ is list else as_tensors(tensors, "tensors", writable=True)
         if not given:
             raise MismatchError("allreduce_coalesced: requires non-empty tensor list")
-        op, is_async = parse_options("allreduce_coalesced", first_complex(given), opts)
+        op, is_async = parse_options("allreduce_coalesced", given, opts)
         return self._begin(issue(table.ALL_REDUCE, self, given, given, op, None, is_async, table.EACH), given)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
@@ -136,7 +132,7 @@ class C10dMethods(Group):
         tensor = only("reduce", tensors, "tensor list")
         target = self._root("reduce", opts, root)
         several.check_root_tensor("reduce", getattr(opts, "rootTensor", 0), 1)
-        how, is_async = parse_options("reduce", tensor, opts if hasattr(opts, "reduceOp") else None, op)
+        how, is_async = parse_options("reduce", [tensor], opts if hasattr(opts, "reduceOp") else None, op)
         recv = tensor if self.rank() == target else None
         return self._begin(issue(table.REDUCE, self, tensor, recv, how, target, is_async), [tensor])
 
@@ -148,7 +144,7 @@ class C10dMethods(Group):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         check_pairs("reduce_scatter", output_tensors, input_tensors)
         check_lengths("reduce_scatter", "input", input_tensors, self.size() * len(output_tensors))
-        how, is_async = parse_options("reduce_scatter", output_tensors[0], opts, op)
+        how, is_async = parse_options("reduce_scatter", output_tensors, opts, op)
         if len(output_tensors) == 1:
             output = output_tensors[0]
             return self._begin(
@@ -159,8 +155,8 @@ class C10dMethods(Group):
         return self._begin(several.reduce_scatter(self, outputs, inputs, how, is_async), outputs)
 
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
-        """Combine a tensor over all ranks; each rank gets its share."""
-        op, is_async = parse_options("reduce_scatter_single", inputTensor, opts)
+        """Combine a tensor over all ranks and leave each rank its share."""
+        op, is_async = parse_options("reduce_scatter_single", [inputTensor], opts)
         return self._begin(
             issue(table.REDUCE_SCATTER_SINGLE, self, inputTensor, outputTensor, op, None, is_async), [outputTensor]
         )
@@ -268,7 +264,7 @@ class C10dMethods(Group):
         check_pairs(call, outputs, inputs)
         inputs, outputs = as_tensors(inputs, "inputs"), as_tensors(outputs, "outputs", writable=True)
         if row.reduces:
-            op, is_async = parse_options(call, first_complex(inputs), opts)
+            op, is_async = parse_options(call, inputs, opts)
         else:
             op, is_async = None, asks_async(call, opts)
         if len(inputs) == 1:  # as the functional collectives make of one tensor

@@ -48,7 +48,7 @@ class QueuedWork(Work):
         buffers: tuple[Any, ...],
     ) -> None:
         self._result, self._call, self._queue, self._run, self._buffers = result, record, queue, run, buffers
-        self._done, self._error = False, None
+        self._done, self._has_half, self._error = False, False, None
 
     def _carry_out(self) -> bool:
         """Carry out the calls up to this one on this thread, unless another thread has the queue's turn.

@@ -61,14 +61,14 @@ class Work(TorchWork, metaclass=PythonHalf):
     _call: tuple[Any, ...] | None  # its record in the group's journal
     _done: bool
     _error: BaseException | None
-    _has_half: bool  # set with the C++ half
+    _has_half: bool  # whether it has its C++ half
     _result: list[Any]  # the output tensors, or several lists of them
     _is_asked = False  # whether there is an object to notify of the end
     _future: torch.futures.Future | None = None
 
     def __init__(self, result: list[Any]) -> None:
         self._result = result
-        self._done = False
+        self._done = self._has_half = False
         self._call = self._error = None
 
     def _whole(self) -> Work:
@@ -76,7 +76,7 @@ class Work(TorchWork, metaclass=PythonHalf):
 
         Another class, as that of ``_for_cpp``, takes C++ 1 µs more.
         """
-        if not getattr(self, "_has_half", False):
+        if not self._has_half:
             TorchWork.__init__(self)
             self._has_half = True
         return self
@@ -276,7 +276,7 @@ class DoneWork(Work):
     __slots__ = ()
 
     def __init__(self, result: list[Any]) -> None:
-        self._result, self._done = result, True
+        self._result, self._done, self._has_half = result, True, False
         self._call = self._error = None
 
 

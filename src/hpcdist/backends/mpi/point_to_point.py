@@ -212,7 +212,7 @@ class RequestWork(Work):
         room: int | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._done, self._error, self._call = False, None, None
+        self._done, self._has_half, self._error, self._call = False, False, None, None
         self._communicator = communicator
         self._request = request
         self._buffer: torch.Tensor | None = buffer
