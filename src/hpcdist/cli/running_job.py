@@ -138,7 +138,7 @@ def span(numbers: list[int]) -> str:
 
 
 def tallied(answers: Answers) -> list[tuple[str, ...]]:
-    """Return the calls of all ranks by name and line, those that took most time first."""
+    """Return the calls of all ranks by name and line, those with the most time first."""
     sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for answer in answers.values():
         for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:

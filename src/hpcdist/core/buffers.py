@@ -73,7 +73,7 @@ class TensorList:
     def locate(self) -> None:
         """Find where the tensors lie now; raise if one has no memory."""
         self.addresses = [each.data_ptr() for each in self.tensors]
-        if 0 in self.sizes:  # memory that is not there has no address
+        if 0 in self.sizes:  # an empty tensor has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
         if min(self.addresses, default=LOWEST_PLACE) < LOWEST_PLACE:
@@ -489,7 +489,7 @@ def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable
 
 
 def put(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape; elements that share their memory (``expand``) are written once."""
+    """Copy values to a tensor of the same shape; elements that share memory (``expand``) are written once."""
     check_memory(target)  # its storage may have been freed since the call began
     if not target.is_contiguous():
         for dim, stride in enumerate(target.stride()):

@@ -155,7 +155,7 @@ class C10dMethods(Group):
         return self._begin(several.reduce_scatter(self, outputs, inputs, how, is_async), outputs)
 
     def reduce_scatter_single(self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None) -> Work:
-        """Combine a tensor over all ranks and leave each rank its share."""
+        """Combine a tensor over all ranks; each rank gets its share."""
         op, is_async = parse_options("reduce_scatter_single", [inputTensor], opts)
         return self._begin(
             issue(table.REDUCE_SCATTER_SINGLE, self, inputTensor, outputTensor, op, None, is_async), [outputTensor]

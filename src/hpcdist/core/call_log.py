@@ -81,7 +81,7 @@ class CallLog:
         self.is_ending = False  # whether this rank makes no more calls
         self.failure: str | None = None  # why the group takes no more calls: the difference that was found
         self.was_raised = False  # whether this rank has raised it
-        self.failed_at = 0.0  # when it was found, or told
+        self.failed_at = 0.0  # when it was found, or received
         self.tells = False  # whether this rank still has to send it to others
         # of the exchange
         self.ranks: Sequence[int] = ()  # the group's, as the world counts them
@@ -124,7 +124,7 @@ class CallLog:
             raise CallsDifferError(self.failure)
 
     def fail(self, failure: str, tells: bool) -> None:
-        """Take note that calls differ; ``tells`` as the attribute."""
+        """Record that calls differ; ``tells`` as the attribute."""
         if self.failure is None:
             self.failure, self.tells, self.failed_at = failure, tells, time.monotonic()
 

@@ -27,7 +27,7 @@ from hpcdist.core.work import HeldWork, Work, check_timeout
 
 UNGROUPED = nullcontext()
 BEGUN_SECONDS = 0.0005  # in which a call that another thread was about to begin has begun
-DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
+DAEMON_SECONDS = 0.05  # seconds that the end of a group waits for a call of a daemon thread
 
 
 def hashed_name(*parts: object) -> str:
@@ -297,7 +297,9 @@ class Group:
         for backend in backends:
             backend.faults.end_receives(reason)
         if self._await_other_threads(backends):
-            errors.end_all(backend.close for backend in reversed(backends))  # the CPU's last: others met over it
+            errors.end_all(
+                backend.close for backend in reversed(backends)
+            )  # the CPU's last: the others were made over it
         else:
             self.end_reason = reason
             self.revoke(reason)

@@ -66,9 +66,7 @@ ROCM = Memory(
 LEVEL_ZERO = Memory(
     "XPU", "level_zero", ("MPIX_Query_ze_support",), 1, "xpu", "XCCL is faster: use backend='cpu:mpi,xpu:xccl'"
 )
-OWN = (
-    LEVEL_ZERO if getattr(torch.version, "xpu", None) else ROCM if torch.version.hip else CUDA
-)  # this torch's
+OWN = LEVEL_ZERO if getattr(torch.version, "xpu", None) else ROCM if torch.version.hip else CUDA  # this torch's
 CRAYS = "MPICH_GPU_SUPPORT_ENABLED"  # 1: Cray MPICH is aware of the GPUs for which it is linked
 
 
