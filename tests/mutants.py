@@ -84,7 +84,7 @@ MUTANTS = [
         ),
         ("            raise self._given_up()\n        self._calls", "            pass\n        self._calls"),
         ("(self._calls or self._turn.locked()) and self.carrier", "self._calls and self.carrier"),
-        ("        if self.broken is not None:  # also", "        if False:  # also"),
+        ("        if self.broken is not None:  # the watchdog", "        if False:  # also"),
         ("        for work in list(self._calls):\n", "        for work in ():\n"),
         ("        if self.unseen is not None:\n            work", "        if False:\n            work"),
         ("        if self.unseen is not None:\n            raise self.see(self.unseen)\n\n    def", "\n    def"),
@@ -135,7 +135,7 @@ MUTANTS = [
     *Lines(ISSUE, "mpi/test_random_programs.py mpi/test_async.py").broken(
         ("                elif backend.queue is not None:\n                    backend.queue.drain()\n", ""),
         (
-            "            backend.settle()  # a call that is queued may still write what is copied here\n",
+            "            backend.settle()  # a queued call may still write to what is copied here\n",
             "            pass\n",
         ),
         ("    if not is_async and backend.queue is not None:\n", "    if False:\n"),
@@ -207,7 +207,7 @@ MUTANTS = [
         "mpi/test_shared_memory_in_groups.py mpi/test_between_nodes.py faults/test_survival.py",
     ).broken(
         (
-            "            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike\n"
+            "            self.revoke()  # later calls depend on whether it is revoked, which is the same on all ranks\n"
             "            raise DistBackendError(self.interruption)\n",
             "            pass\n",
         )

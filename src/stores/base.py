@@ -26,7 +26,7 @@ Text = str | bytes
 Timeout = timedelta | float
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-LONGEST_S = 1e9  # 31 years: Python's locks and C++'s nanoseconds do not hold much more
+LONGEST_S = 1e9  # 31 years: Python's locks and C++'s nanoseconds cannot hold much more
 
 
 def as_bytes(text: Text, name: str = "key") -> bytes:
@@ -104,14 +104,14 @@ class Store(KeptAlive, TorchStore):
         return self._names(keys), _as_bytes_list(values, "value")
 
     def _listed(self, names: Iterable[bytes]) -> list[str]:
-        """Return the keys that some names are of."""
+        """Return the keys of some names."""
         size = len(self._prefix)
         return [name[size:].decode() for name in names if name.startswith(self._prefix)]
 
     # -- methods that each store writes -----------------------------------------------------------------
 
     def set(self, key: Text, value: Text) -> None:
-        """Store a value, replacing any earlier one."""
+        """Store a value, in place of any earlier one."""
         raise NotImplementedError
 
     def get(self, key: Text) -> bytes:
@@ -147,7 +147,7 @@ class Store(KeptAlive, TorchStore):
         raise NotImplementedError
 
     def wait_until(self, names: list[bytes], seconds: float) -> None:
-        """Wait until all names are there, or raise DistStoreError after so many seconds (negative: never)."""
+        """Wait until all names are there, or raise DistStoreError after ``seconds`` (negative: never)."""
         raise NotImplementedError
 
     def delete_key(self, key: Text) -> bool:
@@ -173,7 +173,7 @@ class Store(KeptAlive, TorchStore):
 
         Args:
             keys: The keys.
-            timeout: How long; the store's own timeout if not given.
+            timeout: The longest wait; the store's own timeout if not given.
 
         Raises:
             DistStoreError: If a key did not come in time; the message names keys, place and time.
@@ -203,7 +203,7 @@ class Store(KeptAlive, TorchStore):
         raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
 
     def queue_len(self, key: Text) -> int:
-        """Return how many values a queue holds."""
+        """Return the number of values in a queue."""
         raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
 
     def barrier(self, key: Text, world_size: int, timeout: Timeout | None = None) -> None:
@@ -223,7 +223,7 @@ class Store(KeptAlive, TorchStore):
         return True
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long get and wait may take; kept in whole milliseconds."""
+        """Set the limit of get and wait; kept in whole milliseconds."""
         super().set_timeout(timedelta(seconds=as_seconds(timeout)))
 
     # torch's C++ calls these two by their C++ names

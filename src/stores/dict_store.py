@@ -31,7 +31,7 @@ class DictStore(Store):
         raise NotImplementedError
 
     def _when_there(self, names: list[bytes], seconds: float, use: Callable[[], T]) -> T:
-        """Return what ``use`` returns once all names are there, or raise DistStoreError after so many seconds."""
+        """Call ``use`` once all names are there, and return its result; DistStoreError after ``seconds``."""
         raise NotImplementedError
 
     def set(self, key: Text, value: Text) -> None:

@@ -1,7 +1,7 @@
 """Errors that the stores raise, and their messages.
 
 The classes are torch's own, so that ``except torch.distributed.DistStoreError`` works for both kinds of
-stores. Messages begin as torch's do and add what torch leaves out: the place, the time, and what helps.
+stores. Messages begin like torch's and add the place, the time, and the remedy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class NoAnswerError(DistNetworkError):
 
 
 class LostServerError(DistNetworkError):
-    """Reports a connection that ended, or could not be opened again: the server has ended, or refused the request."""
+    """Reports a connection that ended or could not be reopened: the server has ended, or refused the request."""
 
 
 class ServerClosedError(ConnectionResetError):
-    """Reports a connection that the server ended in order: it has read, and not done, what it did not answer."""
+    """Reports a connection that the server closed in order: it has not carried out the requests without an answer."""
 
 
 def explained(text: str, name: str) -> str:
@@ -35,7 +35,7 @@ def explained(text: str, name: str) -> str:
 
 
 def name_keys(keys: Sequence[bytes]) -> str:
-    """Return keys as text for a message, at most 16 of them, and of a long one its beginning."""
+    """Return keys as text for a message, at most 16 of them; long ones are cut."""
     shown = ", ".join(
         key[:_LONGEST].decode("utf-8", "backslashreplace") + (f"... ({len(key)} bytes)" if len(key) > _LONGEST else "")
         for key in keys[:_SHOWN]

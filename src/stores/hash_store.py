@@ -80,7 +80,7 @@ class HashStore(DictStore):
         return len(self._queues.get(as_bytes(key), ()))
 
     def clone(self) -> HashStore:
-        """Return this store itself: its keys live nowhere else."""
+        """Return this store itself: its keys exist only here."""
         return self
 
     def _missing(self, names: list[bytes]) -> list[bytes]:

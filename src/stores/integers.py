@@ -11,7 +11,7 @@ U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
 I64 = struct.Struct("<q")
 
-_LONGEST_NUMBER = 4000  # Python's own limit is 4300 digits; nothing longer is looked at
+_LONGEST_NUMBER = 4000  # Python's own limit is 4300 digits; longer texts are not read
 
 
 def is_i64(number: int) -> bool:

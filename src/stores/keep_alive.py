@@ -1,14 +1,14 @@
 """Lifetime of Python objects that C++ holds: keeps the Python half of a store for as long as C++ may call it.
 
-C++ that is handed a Python object (gloo and torch's PrefixStore a store, c10d a Work) holds only its C++
-half. With the last Python reference the Python half would go, and C++'s next call of an overridden method
-would fail with an internal assert.
+C++ code that gets a Python object (gloo and torch's PrefixStore a store, c10d a Work) holds only its C++
+half. With the last Python reference the Python half would be freed, and C++'s next call of an overridden
+method would fail with an internal assert.
 
 :class:`KeptAlive` is the remedy, a base class for any class that derives from one of torch's pybind11
 classes with intrusive reference counts (Store, Work, Backend). When Python drops such an object, the
 reference count of its C++ half is read. Above one, C++ still has it, and the object goes into a queue of
 kept objects. Whenever an object is made or kept, and after garbage collections, the first few of the queue are
-looked at: those that C++ has released leave it, the others go to its end. A full garbage collection looks at all.
+checked: those that C++ has released leave it, the others go to its end. A full garbage collection checks all.
 
 pybind11 has no name for that count, so it is read from the object itself, at a place that is verified on
 import with real stores. If a later torch lays it out differently, objects that Python drops are kept until
@@ -32,14 +32,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _HALF = object.__basicsize__
 _FLAGS = _HALF + 4 * _POINTER
-_IS_SIMPLE = 2  # the flag that tells the two layouts apart
+_IS_SIMPLE = 2  # the flag that distinguishes the two layouts
 
-_FEW = 16  # owners, from which on a count may be half a pointer
-_LOOKS = 2  # at kept objects at each event, so that the queue grows shorter if one of two has been released
+_FEW = 16  # a count of so many owners may be half a pointer
+_LOOKS = 2  # kept objects checked at each event, so that the queue shrinks if one of two has been released
 
 
 def _words(address: int, kind: Any) -> memoryview:
-    """Return this process's memory from an address on as unsigned integers of a kind of the struct module.
+    """Return this process's memory from an address on as unsigned integers, by a format of the struct module.
 
     To read one from here takes 0.04 µs, by a ctypes object of its own 0.2 µs.
     """
@@ -90,7 +90,7 @@ _READABLE = _is_readable()
 
 
 def is_held_by_cpp(kept: object) -> bool:
-    """Return whether C++ still holds the object (True if that cannot be known)."""
+    """Return whether C++ still holds the object (True if unknown)."""
     return not _READABLE or _count_owners(kept) > 1
 
 
@@ -103,7 +103,7 @@ _OWN = sys.getrefcount(_PROBE[0])
 class KeptAlive:
     """Base class whose objects live until both Python and C++ have released them.
 
-    It stands before torch's class among the bases. A subclass that has a ``__del__`` of its own calls this one's.
+    It comes before torch's class among the bases. A subclass with a ``__del__`` of its own calls this one's.
     """
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class KeptAlive:
         is_finalizing: Callable[[], bool] = sys.is_finalizing,
     ) -> None:
         """Keep the object if C++ still holds it."""
-        # nearly always it does not; asked the short way, because each asynchronous call drops a Work (0.15 µs, not
+        # usually it does not; a short check, because each asynchronous call drops a Work (0.15 µs, not
         # 0.7). No table of a class with several bases is taken for a count: its second word is a pointer, a multiple
         # of 16
         if halves is not None and (half := halves[address(self) >> to_pointers]) and counts[half >> to_counts] == 1:
@@ -128,18 +128,18 @@ class KeptAlive:
         if is_finalizing() or not is_held_by_cpp(self):
             return
         if _kept:
-            release()  # before: C++ has not had the time to release this one
+            release()  # first the others: C++ has had no time to release this one
         _kept.append(self)
 
 
 def release(at_once: bool = False) -> None:
-    """Release those of the first few kept objects, or of all, that C++ has released."""
+    """Release kept objects that C++ has released, among the first few or among all."""
     if not _READABLE:
         return
     for _ in range(len(_kept) if at_once else min(_LOOKS, len(_kept))):
         try:
             looked_at = [_kept.popleft()]
-        except IndexError:  # another thread has looked, or the end of an object that others depended on
+        except IndexError:  # another thread has done so, or the end of an object on which others depended
             return
         if sys.getrefcount(looked_at[0]) > _OWN or _count_owners(looked_at[0]) > 1:
             _kept.append(looked_at[0])

@@ -1,4 +1,4 @@
-"""PrefixStore: a part of another store, so that several users of one store do not meet in its keys."""
+"""PrefixStore: a part of another store, so that several users of one store have separate keys."""
 
 from __future__ import annotations
 

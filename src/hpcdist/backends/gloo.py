@@ -18,8 +18,8 @@ from hpcdist.torch_bridge import private_names
 def process_group(bootstrap: Bootstrap) -> Any:
     """Make torch's gloo group over the bootstrap's store.
 
-    By itself gloo binds what the host's name means, which on Debian is the loopback; so it is given the address under
-    which the ranks reach each other, unless ``GLOO_SOCKET_IFNAME`` chooses the interfaces.
+    gloo's default is the address of the host's name, which on Debian is the loopback; so it gets the address at which
+    the ranks reach each other, unless ``GLOO_SOCKET_IFNAME`` chooses the interfaces.
     """
     store, rank, size, timeout = bootstrap.store, bootstrap.rank, bootstrap.size, bootstrap.timeout
     if store is None:
@@ -29,7 +29,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
         group: Any = c10d.ProcessGroupGloo(store, rank, size, timeout)
     else:
         group = private_names.gloo_at(address, store, rank, size, timeout)
-    group.barrier().wait()  # a rank that is connected may close the group at once, and others would fail to connect
+    group.barrier().wait()  # a connected rank may close the group at once, and others would fail to connect
     return group
 
 
@@ -40,12 +40,12 @@ class GlooBackend(C10dBackend):
     creator = staticmethod(process_group)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of later calls; gloo itself takes it for collectives only."""
+        """Set the limit of later calls; gloo itself uses it for collectives only."""
         self.inner._set_default_timeout(timeout)
         self.message_limit = timeout.total_seconds()
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> bool:
-        """Run gloo's: its messages cannot be asked, without waiting, whether they have come."""
+        """Run gloo's own: its messages cannot be polled without waiting."""
         try:
             self.inner.monitored_barrier(timeout, wait_all_ranks)
         except RuntimeError as error:

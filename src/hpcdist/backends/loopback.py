@@ -1,6 +1,6 @@
-"""Loopback backend: a group of one process, in which every collective is a copy and messages go to oneself.
+"""Loopback backend: a group of one process, in which every collective is a copy and messages go to itself.
 
-It carries ``init_process_group()`` without a launcher, so that a script runs unchanged on a laptop.
+``init_process_group()`` without a launcher uses it, so that a script runs unchanged on a laptop.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LoopbackBackend(Backend):
         self._mailbox.send(tensor, tag)
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> int:
-        """Receive what was sent to oneself before."""
+        """Receive a message that was sent before."""
         self.irecv(tensor, src, tag, None).wait()
         return 0
 
@@ -68,7 +68,7 @@ class LoopbackBackend(Backend):
         return DoneWork([])
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
-        """Receive what was or will be sent to oneself."""
+        """Receive a message that was or will be sent."""
         return self._mailbox.receive(tensor, tag, finish)
 
     def split(

@@ -1,8 +1,8 @@
-"""Adapter for torch's own c10d backends, which then carry groups of ours.
+"""Adapter for torch's own c10d backends, which then carry our groups.
 
-gloo, and whatever was given to ``Backend.register_backend``, speak c10d's list-and-options methods. What they
-cannot reduce is gathered and combined here in rank order, so that every dtype and op works, and with the
-same result on all ranks.
+gloo, and backends of ``Backend.register_backend``, have c10d's methods on lists and options. Values that they
+cannot reduce are gathered and combined here in rank order, so that every dtype and op works, with the same
+result on all ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
 
 NATIVE_OPS = (reduction.SUM, reduction.PRODUCT, reduction.MIN, reduction.MAX)
-WAITED = "gloo/transport"  # in gloo's errors of a wait for another rank that was too long, or whose connection broke
+WAITED = "gloo/transport"  # texts of gloo's errors after a timeout, or a broken connection
 
 
 def described(error: RuntimeError, record: tuple[Any, ...] | None = None) -> str:
-    """Return what the library says of a call, this thread's or a record's; if it waited, also where the others are."""
+    """Return the library's error of a call, this thread's or a record's; after a wait also the others' positions."""
     where = hooks.explain(record) if WAITED in str(error) else ""
     return f"{error}; {where}" if where else str(error)
 
 
 class C10dWork(Work):
-    """The Work of a message of a c10d backend, shown as ours."""
+    """The Work of a c10d backend's message, as one of ours."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class C10dWork(Work):
         self._inner = inner
         self._buffer: torch.Tensor | None = tensor
         self._when_done = finish
-        self._limit = limit  # the seconds that it may take, if they are not the library's own
-        self._turn = allocate_lock()  # one thread at a time concludes
+        self._limit = limit  # its limit in seconds, if that is not the library's own
+        self._turn = allocate_lock()  # held by the thread that concludes it
         unfinished.hold(self)
 
     def _finish(self, error: BaseException | None = None) -> None:
@@ -109,13 +109,13 @@ class C10dBackend(Backend):
 
     name: ClassVar[str] = "foreign"
     ends_waits: ClassVar[bool] = True
-    compares_subgroups: ClassVar[bool] = True  # whether ``split`` finds out that ranks give different lists
+    compares_subgroups: ClassVar[bool] = True  # whether ``split`` detects that ranks give different lists
     native_dtypes = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8})
 
-    message_limit: float | None = None  # of messages, in seconds, if it was set since the group was made
-    _limit: float | None = None  # of the call that runs, in seconds
+    message_limit: float | None = None  # the limit of messages, in seconds, if it was set after the group was made
+    _limit: float | None = None  # the limit of the call that runs, in seconds
 
-    creator: ClassVar[Any]  # makes the inner backend of a group from its Bootstrap
+    creator: ClassVar[Any]  # makes a group's inner backend from its Bootstrap
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         self.inner = type(self).creator(bootstrap)
@@ -128,7 +128,7 @@ class C10dBackend(Backend):
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> C10dBackend:
-        """Find the other ranks through the bootstrap's store."""
+        """Connect the ranks by the bootstrap's store."""
         return cls(bootstrap)
 
     # -- collectives ---------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class C10dBackend(Backend):
         """Run one collective to its end."""
         row, self._limit = call.row, call.limit
         carry_out = self._reduce if row.reduces else self._move
-        held = self.inner  # if ``abort`` on another thread had the last reference, it would wait for this call
+        held = self.inner  # kept: if ``abort`` on another thread had the last reference, it would wait for this call
         try:
             carry_out(call)
         except RuntimeError as error:
@@ -164,7 +164,7 @@ class C10dBackend(Backend):
         put(values.view(recv.shape), recv)
 
     def _all_reduced(self, send: torch.Tensor, op: Any) -> torch.Tensor:
-        """Return the reduced values in memory of their own."""
+        """Return the reduced values, in new memory."""
         averages, values = op == reduction.AVG, reduction.terms(send, op)
         if averages or op == reduction.PREMUL_SUM:
             op = reduction.SUM
@@ -184,7 +184,7 @@ class C10dBackend(Backend):
         self.inner.allreduce([values], self._options(c10d.AllreduceOptions, reduceOp=op)).wait()
 
     def _options(self, kind: Callable[[], Any], **fields: Any) -> Any:
-        """Return c10d's options of a call, with its limit if it has one of its own."""
+        """Return c10d's options of a call, with its own limit if it has one."""
         options = kind()
         if self._limit is not None:
             fields["timeout"] = timedelta(seconds=self._limit)
@@ -238,11 +238,11 @@ class C10dBackend(Backend):
         """Make this rank's subgroup over a part of the store of its own."""
         index = next((i for i, ranks in enumerate(subgroups) if self.rank in ranks), None)
         if self.compares_subgroups:
-            self.settle()  # it takes a collective of this communicator
+            self.settle()  # it is a collective of this communicator
             check_subgroup(self, None if index is None else subgroups[index], "new_group")
         if index is None:
             return None
-        # ranks may give their own subgroups and not the others', so that two have one name
+        # ranks may give only their own subgroups, so that two may have one name
         return self.create_group(subgroups[index], f"{names[index]}-{min(subgroups[index])}", timeout)
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> C10dBackend:
@@ -253,12 +253,12 @@ class C10dBackend(Backend):
         return type(self)(bootstrap)
 
     def abort(self, reason: str) -> None:
-        """End the queue with its calls, and close: no other rank takes part in that."""
+        """End the queue with its calls, and close; no other rank takes part."""
         super().abort(reason)
         self.close()
 
     def end_threads(self) -> None:
-        """Let go of the inner backend, whose end waits for its threads."""
+        """Release the inner backend, whose end waits for its threads."""
         self.inner = None
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class C10dBackend(Backend):
                 warnings.simplefilter("ignore")
                 inner.shutdown()
         del inner
-        release(at_once=True)  # the part of the store that the inner backend had
+        release(at_once=True)  # the inner backend's part of the store
 
 
 def registered(name: str, creator: Callable[..., Any], is_extended: bool) -> type[C10dBackend]:
@@ -322,7 +322,7 @@ def _scatter(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) ->
 
 
 def _all_to_all(self: C10dBackend, send: Any, recv: Any, root: Any, shares: Any) -> None:
-    # with counts if another rank gives none, too: gloo runs another exchange without them
+    # always with counts: another rank may give them, and gloo runs another exchange without them
     sent, received = shares or ([send.numel() // self.size] * self.size, [recv.numel() // self.size] * self.size)
     self.inner.alltoall_base(recv, send, received, sent, self._options(c10d.AllToAllOptions)).wait()
 

@@ -1,1 +1,1 @@
-"""What c10d does not have, on top of the facade and the backends' optional parts; only the public names import it."""
+"""Features beyond c10d, on top of the facade and the backends' optional parts; only the public names import it."""

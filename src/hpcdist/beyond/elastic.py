@@ -1,11 +1,11 @@
-"""Elastic jobs: training that goes on when ranks die, with spare ranks in their places, or with fewer.
+"""Elastic jobs: training that continues when ranks die, with spare ranks in their places, or with fewer ranks.
 
-Where MPI survives a dead process (ULFM), all processes of the job, workers and spares, share a communicator besides the
-default group's. Whoever meets an error revokes it and its groups, so that everybody comes to a *meeting*: the living
-make a communicator of themselves (MPI_Comm_shrink), each sends which step its state has behind it, the default group is
-made again, and all take the state of the rank that is farthest. Then they agree (MPI_Comm_agree) that this went well on
-all of them; if it did not, because one more has died, they meet again. A job's end is a meeting too, since a rank that
-is through may be needed by others that lost one in the last step. Steps without a failure cost no communication.
+If MPI survives a dead process (ULFM), all processes of the job, workers and spares, share a communicator besides the
+default group's. A rank that gets an error revokes it and its groups, so that all ranks come to a *meeting*: the living
+ranks make a communicator (MPI_Comm_shrink), each sends the last step that its state contains, the default group is made
+again, and all take the state of the rank with the latest step. Then they agree (MPI_Comm_agree) that all of this
+succeeded; if not, because another rank has died, they meet again. A job's end is a meeting too, since a rank that has
+finished may be needed by others that lost one in the last step. Steps without a failure cost no communication.
 
 Fenix and the "shrink and restore" programs of the ULFM papers do the same (Gamell et al., SC 2014; Bland et al., 2013).
 """
@@ -44,15 +44,15 @@ CANNOT_SURVIVE = (
     "this job ends when a rank dies: its MPI does not survive that. Start it with Open MPI 5 and "
     "`mpirun --with-ft ulfm`"
 )
-FORM_LEAST = 300.0  # seconds that a new default group may take, as the first one; a short timeout is meant for calls
-LOOK_SECONDS = 0.005  # between two looks of a spare at whether it is called
+FORM_LEAST = 300.0  # seconds that a new default group may take, like the first one; a short timeout is meant for calls
+LOOK_SECONDS = 0.005  # seconds between two polls of a waiting spare
 
 
 class ElasticJob:
-    """A job that goes on when ranks die; ``elastic`` makes it.
+    """A job that continues when ranks die; ``elastic`` makes it.
 
     Attributes:
-        rank: this process's rank in the default group; None for a spare that has not been needed.
+        rank: this process's rank in the default group; None for a spare that is not used.
         size: the number of ranks of the default group.
         changes: how often a rank was replaced or given up.
         survives: whether this MPI survives a dead process.
@@ -66,15 +66,15 @@ class ElasticJob:
         self.survives = False
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
-        self._id = self._epoch = self._started = 0  # of the last: how many processes the job was started with
+        self._id = self._epoch = self._started = 0  # the last: how many processes were started
         self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
         self._proof: ProofOfDeath | None = None  # if no launcher reports deaths
-        self._changed: list[float] = []  # when members changed
+        self._changed: list[float] = []  # the times of changes of the members
         self._snapshot = Snapshot({})
         self._setup: Callable[[], object] | None = None
-        self._holds = False  # whether the snapshot is the job's
+        self._holds = False  # whether the snapshot was taken in this job
         self._has_ended = self._is_shown = False
-        self._error: BaseException | None = None  # of the step or the meeting under way
+        self._error: BaseException | None = None  # number of the step or meeting under way
         self._done = self._every = 0
         self._stops = self._has_entered = False  # the last step
 
@@ -105,7 +105,7 @@ class ElasticJob:
         if self.survives or self._spares:
             with default.journal.during("elastic"):
                 self._everyone = everyone.split([list(range(size))], ["elastic"], self._timeout)
-                everyone.objects.all_gather(None)  # over the old one, so that nobody revokes the new before all have it
+                everyone.objects.all_gather(None)  # on the old one: no rank may revoke the new one before all have it
                 if self.survives and everyone.membership is not None and everyone.membership.leave_launcher():
                     self._proof = ProofOfDeath(RUNNING[0].channel)
                 if self._spares:
@@ -127,29 +127,29 @@ class ElasticJob:
         setup: Callable[[], object] | None = None,
         snapshot_every: int = 1,
     ) -> Iterator[AbstractContextManager[int]]:
-        """Yield the steps of the job, each to be made inside ``with``; every process calls this, a spare too.
+        """Yield the steps of the job, each run inside ``with``; every process calls this, spares too.
 
-        A spare waits here until it takes the place of a rank that has died, or the job ends. Between the start of the
-        job and the first step, and after each change, all ranks take over the state of one of them, and ``setup`` is
-        called on all. A step that has failed is made again, by all ranks from the same state: a failure costs that
-        step, or, with ``snapshot_every``, as many. Which data belong to a step should follow from its number, the rank
-        and the number of ranks only.
+        A spare waits here until it replaces a dead rank, or the job ends. Before the first step, and after each change,
+        all ranks take the state of one of them, and ``setup`` is called on all. A failed step is repeated by all ranks
+        from the same state: a failure costs that step, or, with ``snapshot_every``, as many steps. The data of a step
+        should depend only on its number, the rank and the number of ranks.
 
         Args:
-            state: what a step changes, the same on all ranks: an object with ``state_dict`` and
-                ``load_state_dict``, or a dict of such. It is copied after a step, to go back to.
+            state: the state that steps change, the same on all ranks: an object with ``state_dict`` and
+                ``load_state_dict``, or a dict of such objects. It is copied after a step, to return to it.
             stop: the number after the last step's.
             start: the number of the first step.
-            setup: makes what belongs to the ranks that there are, such as groups, meshes and a DDP module.
-            snapshot_every: copy the state after every so many steps.
+            setup: makes the objects that depend on the ranks, such as groups, meshes and a DDP module.
+            snapshot_every: the number of steps between copies of the state.
 
         Yields:
-            ``with step as number:`` gives the step's number, and takes errors of lost ranks in.
+            ``with step as number:`` gives the step's number, and handles errors of lost ranks.
 
         Raises:
-            ValueError: a number that makes no sense.
-            DistBackendError: fewer ranks are left than ``min_size``, too many changes in an hour, the state was lost
-                with its last holder, or a step has failed though no rank was lost; on every process.
+            ValueError: an invalid number.
+            DistBackendError: fewer ranks than ``min_size`` are left, too many changes in an hour, the only rank with
+            the
+                state was lost, or a step has failed although no rank was lost; on every process.
         """
         if snapshot_every < 1 or not 0 <= start <= stop:
             raise ValueError(
@@ -177,12 +177,12 @@ class ElasticJob:
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            if self._proof is not None and not self._has_ended:  # nobody else tells the others
+            if self._proof is not None and not self._has_ended:  # no other message tells the others
                 for watchdog in RUNNING:
                     trace = "".join(format_exception(error))
                     watchdog.abort(self._everyone, f"a rank has left the job by {error!r}; the job is aborted\n{trace}")
             elif self.survives:
-                self._everyone.faults.revoke("a rank has left the job by an error")  # the spares come, and see it leave
+                self._everyone.faults.revoke("a rank has left the job by an error")  # the spares come and see it leave
             return
         if not self._has_ended:
             self._come(Status.LEFT)
@@ -197,11 +197,11 @@ class ElasticJob:
 
     @contextmanager
     def _step(self) -> Iterator[int]:
-        """Give a step's number, take errors of lost ranks in, and the state of a step that has ended well."""
+        """Run a step: yield its number, handle errors of lost ranks, and copy the state after success."""
         self._has_entered = True
         try:
             yield self._done
-        except RuntimeError as error:  # one of ours that has gone through torch's C++ is no more than that
+        except RuntimeError as error:  # torch's C++ turns ours into this class
             if not self.survives or not (isinstance(error, DistBackendError) or is_hit()):
                 raise
             self._error = error.with_traceback(None)
@@ -214,7 +214,7 @@ class ElasticJob:
     # -- meetings --------------------------------------------------------------------------------------
 
     def _come(self, status: Status) -> bool:
-        """Come to a meeting, for a spare as often as it takes; tell whether the job goes on."""
+        """Come to a meeting, a spare until it is used; tell whether the job continues."""
         if not self.survives:
             return self._come_without_ulfm(status)
         while True:
@@ -227,11 +227,11 @@ class ElasticJob:
             wait_until(lambda: self._everyone.faults.is_revoked() or self._is_deserted(), longest=LOOK_SECONDS)
 
     def _is_deserted(self) -> bool:
-        """Tell whether a spare has lost all ranks, so that nobody else can call a meeting."""
+        """Tell whether a spare has lost all ranks, so that no other process can call a meeting."""
         return {self._present[each] for each in self._everyone.faults.failed()} >= set(self._members)
 
     def _come_without_ulfm(self, status: Status) -> bool:
-        """Begin together, or end: rank 0 sends it to the spares."""
+        """Start or end without ULFM: rank 0 sends a message to the spares."""
         word = torch.zeros(1, device="cpu")
         if self.rank is None:
             end = self._everyone.irecv(word, 0, 0, None)
@@ -246,7 +246,7 @@ class ElasticJob:
         return False
 
     def _meet(self, status: Status) -> bool:
-        """Meet until a meeting goes well for all; tell whether the job ends, or raise its error on every process."""
+        """Meet until a meeting succeeds on all; tell whether the job ends, or raise its error on every process."""
         had_failed, size = False, 0
         while True:
             if status in (Status.FAILED, Status.AGAIN):
@@ -268,7 +268,7 @@ class ElasticJob:
         """Carry out a part of a meeting; return its result, or None if it failed on any process."""
         result = None
         try:
-            # the calls of the rest are on the default group, which the watchdog knows, and in the program's own time
+            # the rest calls on the default group, which the watchdog knows, and runs the program's own code
             with self._waiting() if part == self._confer else nullcontext():
                 result = part(*arguments)
         except RuntimeError as error:
@@ -277,15 +277,15 @@ class ElasticJob:
             LOG.info("a meeting failed: %s", error)
             self._error = error
             self._everyone.faults.revoke("a rank of the job has failed in a meeting")
-            if part == self._carry_out:  # who confers makes no calls on them, and may not need others
+            if part == self._carry_out:  # in a meeting a process makes no calls on them, and may need no others
                 revoke_groups("a rank of the job has failed in a meeting")
         with self._waiting():
             return result if self._everyone.membership.agree(result is not None) else None
 
     def _confer(self, status: Status) -> tuple[Decision, Backend | None, int]:
-        """Find out who is there, and decide how the job goes on; return that, and how many groups were made.
+        """Exchange reports, and decide how the job continues; return the decision and the number of groups made.
 
-        Between them comes the communicator of a new default group, if there is to be one and this process is in it.
+        The second result is the communicator of a new default group, if there is one and this process is in it.
         """
         everyone = self._everyone
         mine = Report(
@@ -296,7 +296,7 @@ class ElasticJob:
         gathered = torch.empty(everyone.size * len(mine), dtype=torch.int64, device="cpu")
         everyone.run(Call(ALL_GATHER_SINGLE, torch.tensor(mine, device="cpu"), gathered))
         reports = [Report(*each) for each in gathered.view(-1, len(mine)).tolist()]
-        # a process may not have learnt that the last meeting went well; another one has
+        # a process may not know that the last meeting succeeded; another one does
         newest = max(range(everyone.size), key=lambda rank: reports[rank].epoch)
         ids = [report.id for report in reports]
         facts = torch.zeros(reports[newest].size + 1, dtype=torch.int64, device="cpu")
@@ -312,14 +312,14 @@ class ElasticJob:
         return decision, own, max(each.made for each in reports)
 
     def _rivals(self, ids: list[int]) -> int:
-        """Return how many processes of the last meeting may go on without those with these ids."""
+        """Return the number of processes of the last meeting that may continue without the ones with these ids."""
         missing = set(self._present).difference(ids)
         if self._proof is None or not count_rivals(ids, missing):
             return 0
         return count_rivals(ids, missing - self._proof.ended(missing))
 
     def _carry_out(self, decision: Decision, own: Backend | None, made: int) -> bool:
-        """Make the default group again if that was decided, and bring all to the same state."""
+        """Make the default group again if that was decided, and give all ranks the same state."""
         if decision.remakes:
             clear("the ranks of the job have changed")
             WORLD.made = made
@@ -332,7 +332,7 @@ class ElasticJob:
         return True
 
     def _commit(self, decision: Decision) -> bool:
-        """Take note of what all have agreed on; tell whether the job ends."""
+        """Store the decision on which all have agreed; tell whether the job ends."""
         if decision.reason:
             self._has_ended = True
             raise DistBackendError(decision.reason) from self._error
@@ -354,7 +354,7 @@ class ElasticJob:
         make_default_group(backends, self._config, name, timeout, self._device, None, self._is_shown)
 
     def _take_over(self, group: Group, source: int) -> None:
-        """Bring the state to that of one rank, and make what belongs to the ranks that there are."""
+        """Take the state of one rank, and call ``setup``."""
         self._snapshot.broadcast(group, source)
         self._snapshot.restore()
         self._done, self._stops, self._holds = self._snapshot.step, False, True
@@ -364,7 +364,7 @@ class ElasticJob:
 
     @contextmanager
     def _waiting(self, least: float = 0.0) -> Iterator[None]:
-        """Bound a wait for all living processes: by the timeout, or so many seconds if it is shorter."""
+        """Limit a wait for all living processes by the timeout, or by ``least`` seconds if the timeout is shorter."""
         for watchdog in RUNNING:
             limit = max(self._timeout.total_seconds(), least)
             lost = self._started - self._everyone.size
@@ -388,7 +388,7 @@ def revoke_groups(reason: str) -> None:
 
 
 def clear(reason: str) -> None:
-    """Forget all groups of this process, torch's among them, without freeing what takes all their ranks."""
+    """Remove all groups of this process, torch's too, without calls that need all of their ranks."""
     revoke_groups(reason)
     for group in list(WORLD.groups.values()):
         group.abort(reason, ends_calls=False)
@@ -397,22 +397,21 @@ def clear(reason: str) -> None:
 
 
 def elastic(spares: int = 0, min_size: int = 1, max_changes_per_hour: int = 20) -> ElasticJob:
-    """Return a job that goes on when ranks die; every process of the job enters it by ``with``.
+    """Return a job that continues when ranks die; every process of the job enters it by ``with``.
 
-    The last ``spares`` processes wait outside the default group until one of its ranks dies, and take its place. When
-    there are none left the job goes on with fewer ranks. The default group, torch.distributed's world too, is made
-    again after each change, and ends with the ``with`` block; other groups and meshes are to be made again (``setup``
-    of ``steps``). A default group that exists is taken, with its backend and timeout; else ``init_process_group()``
-    makes one. If MPI does not survive a dead rank, rank 0 warns, and the same program runs as long as none dies.
+    The last ``spares`` processes wait outside the default group until one of its ranks dies, and take its place.
+    Without a spare the job continues with fewer ranks. The default group, torch.distributed's world too, is made again
+    after each change, and ends with the ``with`` block; the program makes other groups and meshes again (``setup`` of
+    ``steps``). An existing default group is used, with its backend and timeout; else ``init_process_group()`` makes
+    one. If MPI does not survive a dead rank, rank 0 warns, and the same program runs as long as none dies.
 
     Args:
-        spares: processes that wait, of those that were started.
-        min_size: the fewest ranks to go on with.
-        max_changes_per_hour: how often ranks may be replaced or given up, so that a broken node does not keep the job
-            from getting anywhere.
+        spares: the number of processes that wait, of all that were started.
+        min_size: the smallest number of ranks with which the job continues.
+        max_changes_per_hour: how often ranks may be replaced or given up, so that a job on a broken node ends.
 
     Returns:
-        The job; see ``ElasticJob.steps``. Entering it raises ValueError if the numbers do not fit the job.
+        The job; see ``ElasticJob.steps``. Entering it raises ValueError if the numbers do not match the job.
 
     Source: MPI_Comm_revoke, MPI_Comm_shrink and MPI_Comm_agree of User-Level Failure Mitigation.
     """

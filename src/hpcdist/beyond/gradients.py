@@ -1,4 +1,4 @@
-"""Gradients of calls: a call on a tensor, and the call that takes the gradient of its result back."""
+"""Gradients of calls: a call on a tensor, and the call that computes its input's gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 
 class WithGradient(torch.autograd.Function):
-    """Makes a call; its gradient is made by another call, and has none itself."""
+    """Makes a call; another call computes its gradient, which has no gradient itself."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, call: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -22,5 +22,5 @@ class WithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Take the gradient back."""
+        """Compute the input's gradient."""
         return ctx.back(gradient), None, None

@@ -1,7 +1,7 @@
-"""Messages to neighbours: exchange with some ranks, and ghost cells of arrays that are divided among a mesh of ranks.
+"""Messages to neighbours: exchange with some ranks, and ghost cells of arrays that are divided among ranks.
 
-Only ranks that have a message for each other call together, so that they can agree on no communicator of their own:
-messages travel under a tag that users cannot give. A strided tensor is sent from a copy and received through one.
+Only ranks that have messages for each other call together, so that they cannot make a communicator for it: messages
+have a tag that users cannot give. Strided tensors are copied before they are sent and after they are received.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin, between, checked, dense
 from hpcdist.core.work import AllWork, Work
 
-# a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper one
+# a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper end
 Ends = tuple[int, Tensor, Tensor, Tensor, Tensor]
 Step = Callable[[], object]  # the exchange of one dimension, or a part of it
-Write = Callable[[Tensor, Tensor], Step]  # returns what writes to the first tensor what the second one holds then
+Write = Callable[[Tensor, Tensor], Step]  # returns a function that writes the second tensor's values to the first one
 ARRAYS_KEPT = 2
 contiguous_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def copying(target: Tensor, source: Tensor) -> Step:
-    """Return what copies a tensor to another one of its shape and dtype: NumPy takes a third of torch's time."""
+    """Return a function that copies a tensor to another of its shape and dtype: NumPy takes a third of torch's time."""
     if target.is_cpu and not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()):
         with suppress(TypeError):  # a dtype that NumPy lacks
             return partial(np.copyto, target.numpy(), source.numpy())
@@ -53,25 +53,26 @@ def copying(target: Tensor, source: Tensor) -> Step:
 
 
 def adding(target: Tensor, source: Tensor) -> Step:
-    """Return what adds a tensor to another one."""
+    """Return a function that adds a tensor to another one."""
     return partial(target.add_, source)
 
 
 def exchange(
     sends: Mapping[int, Any], recvs: Mapping[int, Any], group: Any = None, async_op: bool = False
 ) -> Work | None:
-    """Send a tensor to some ranks and receive one from some; no order among them can make ranks wait for each other.
+    """Send a tensor to some ranks and receive one from some; the order cannot cause a deadlock.
 
     Args:
-        sends: the tensor for each receiver, by global rank; this rank too. Ranks that call must give each other as many
+        sends: the tensor for each receiver, by global rank; this rank is allowed. Two ranks must give each other as
+        many
             ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
-        recvs: the tensor to write for each sender, by global rank; at least as large as what is sent.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        recvs: the output for each sender, by global rank; at least as large as the message.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no mapping from ranks to dense tensors; before anything is sent.
+        TypeError: not a mapping from ranks to dense tensors; before anything is sent.
         ValueError: a rank outside the group; before anything is sent.
-        RuntimeError: what was sent does not fit.
+        RuntimeError: a message does not fit.
     """
     if (pg := world.member_group(group, "exchange")) is None:
         return None
@@ -103,7 +104,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
 
 
 def integers(name: str, given: Any) -> tuple[int, ...]:
-    """Return a parameter of a ``HaloExchange`` as a tuple of ints; TypeError if it is something else."""
+    """Return a parameter of a ``HaloExchange`` as a tuple of ints, or raise TypeError."""
     values = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(hasattr(each, "__index__") for each in values):
         raise TypeError(f"HaloExchange: {name} is {given!r}; expected integers")
@@ -113,25 +114,25 @@ def integers(name: str, given: Any) -> tuple[int, ...]:
 class HaloExchange:
     """Ghost cells of arrays that are divided among a mesh of ranks, filled with the neighbours' outermost cells.
 
-    The last dimensions of an array belong to the dimensions of the mesh; others before them, such as batch and
-    channels, are whole on every rank. One dimension is exchanged after the other with the ghost cells of those before,
-    so that corners are filled too, with two messages a dimension. A dimension of one rank is not divided; if it is
-    periodic it is its own neighbour.
+    The last dimensions of an array are divided by the dimensions of the mesh; others before them, such as batch and
+    channels, are whole on every rank. One dimension is exchanged after the other, with the ghost cells of the previous
+    ones, so that corners are filled too, with two messages for each dimension. A dimension of one rank is not divided;
+    if it is periodic the rank is its own neighbour.
 
     Args:
-        dims: the number of ranks of each dimension, the last running fastest, as MPI_Cart_create (MPI 8.5.1) and
-            ``init_device_mesh`` count them; or a DeviceMesh.
-        width: layers of ghost cells at either end, one number or one for each dimension; 0 for none.
+        dims: the number of ranks in each dimension, in row-major order, as for MPI_Cart_create (MPI 8.5.1) and
+            ``init_device_mesh``; or a DeviceMesh.
+        width: the number of layers of ghost cells at each end, one number or one for each dimension; 0 for none.
         periodic: whether the last rank of a dimension and the first are neighbours, one bool or one for each dimension.
-        group: the group that the mesh consists of; None for the default one, whose ranks a DeviceMesh names.
+        group: the group of the mesh; None for the default one, or for the ranks of a DeviceMesh.
 
     Attributes:
         dims, width, periodic: as given, for each dimension.
-        coordinates: this rank's place in the mesh.
+        coordinates: this rank's position in the mesh.
 
     Raises:
-        TypeError: no integers.
-        ValueError: numbers that do not fit each other or the group, or a rank that is not in the mesh.
+        TypeError: values that are not integers.
+        ValueError: numbers that contradict each other or the group, or a rank that is not in the mesh.
     """
 
     def __init__(
@@ -162,8 +163,8 @@ class HaloExchange:
             raise MismatchError(f"HaloExchange: rank {pg.rank()} of the group is not in the mesh {self._grid.tolist()}")
         self.coordinates: tuple[int, ...] = tuple(place[0])
         self._neighbours = [self._beside(dim) for dim in range(len(self.dims))]
-        self._known: dict[tuple[Any, ...], list[Step]] = {}  # the last arrays, and what fills them
-        # a small padded array, its inner cells and what fills it: what they look like; new ones are copies of it
+        self._known: dict[tuple[Any, ...], list[Step]] = {}  # the last arrays, and the functions that fill them
+        # a small padded array, its inner cells and the function that fills it: the next ones are like these
         self._kept: tuple[Any, ...] = (None, None)
 
     def _each(self, name: str, given: Any) -> tuple[Any, ...]:
@@ -195,15 +196,15 @@ class HaloExchange:
 
         Args:
             tensor: this rank's cells with ghost cells around them, of any dtype and layout, or a NumPy array.
-                Neighbours have the same size in all dimensions but the one in which they are neighbours. Ghost cells at
-                an end of the mesh that is not periodic stay as they are.
+                Neighbours have the same size in all dimensions except the one in which they are neighbours. Ghost cells
+                at an end of the mesh that is not periodic do not change.
 
         Returns:
-            ``tensor``. A reference to its memory is kept until two others were given, which saves 10 µs in a loop that
-            has one array, or two in turn.
+            ``tensor``. The object keeps its memory alive until two others were given, which saves 10 µs in a loop with
+            one array, or two in turn.
 
         Raises:
-            TypeError: no dense tensor.
+            TypeError: not a dense tensor.
             ValueError: fewer dimensions than the mesh, or fewer cells than a neighbour needs.
             RuntimeError: a neighbour's size differs; on at least one of the two.
         """
@@ -214,7 +215,7 @@ class HaloExchange:
             steps = self._filling(whole)
             if len(self._known) == ARRAYS_KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[seen] = steps  # what was described still belongs to the memory, which the steps keep
+            self._known[seen] = steps  # the steps keep the memory, so that their descriptions of it are still valid
         else:
             self._group.backend(whole.device)  # raises if the group has ended, also on a rank without neighbours
         for step in steps:
@@ -224,8 +225,8 @@ class HaloExchange:
     def pad(self, tensor: Any) -> Any:
         """Return a copy of an array with ghost cells around it; its neighbours in the mesh call too.
 
-        The result can be differentiated, once: backward adds the gradient of a ghost cell to that of the cell that it
-        is a copy of, on the rank that owns it. So all ranks call backward, and give tensors that require grad, or none.
+        The result can be differentiated, once: backward adds the gradient of a ghost cell to that of the original cell,
+        on the rank that owns it. So all ranks call backward, and either all give tensors that require grad, or none.
 
         Args:
             tensor: this rank's cells, of any dtype and layout, or a NumPy array.
@@ -241,12 +242,12 @@ class HaloExchange:
         self._check(given, 1)
         if isinstance(tensor, np.ndarray):
             return self._padded(given).numpy()
-        if given is tensor:  # nothing to be recorded
+        if given is tensor:  # no gradient to record
             return self._padded(given)
         return WithGradient.apply(tensor, self._padded, self._unpadded)
 
     def _check(self, tensor: Tensor, layers: int) -> None:
-        """Raise if the group does not carry a tensor, or it has fewer layers of cells than so many times the width."""
+        """Raise if the group has no backend for a tensor, or it has too few layers of cells for ``times`` the width."""
         self._group.backend(tensor.device)
         sizes = tensor.shape[-len(self.dims) :]
         needed = [layers * width for width in self.width]
@@ -289,14 +290,14 @@ class HaloExchange:
         return whole.clone() if whole is self._kept[1] else whole
 
     def _unpadded(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the cells, to which that of the ghost cells that are their copies is added."""
+        """Return the gradient of the cells, with that of the ghost cells which are their copies added."""
         whole = gradient.clone(memory_format=torch.contiguous_format)
         for dim, low, first, last, high in reversed(self._ends(whole)):
             self._swap(dim, (low, high), (first, last), adding)()
         return self._inner(whole)
 
     def _filling(self, whole: Tensor) -> list[Step]:
-        """Return what copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
+        """Return a function that copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
         ends = self._ends(whole)
         return [self._swap(dim, (first, last), (low, high), copying) for dim, low, first, last, high in ends]
 
@@ -312,13 +313,13 @@ class HaloExchange:
         return found
 
     def _swap(self, dim: int, given: Sequence[Tensor], targets: Sequence[Tensor], write: Write) -> Step:
-        """Return what sends layers to the neighbours before and after, and writes what they send for the same ends."""
+        """Return a function that sends layers to the previous and next neighbour, and writes those that they send."""
         before, after = self._neighbours[dim]
         if before == after == self._group.rank():
             return one_after_another([write(targets[1], given[0]), write(targets[0], given[1])])
-        # where both neighbours are one rank, what it sends first, its lower end, belongs to the upper one here
+        # if both neighbours are one rank, its first message, its lower end, belongs to the upper end here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
-        buffer_for = contiguous_like if write is adding else for_writing  # the target itself, if it can be
+        buffer_for = contiguous_like if write is adding else for_writing  # the target itself, if possible
         received = [(buffer_for(target), peer, target) for peer, target in ends]
         sent = [
             (for_writing(layer), peer, layer)
@@ -334,7 +335,7 @@ class HaloExchange:
 
 
 def one_after_another(steps: list[Step]) -> Step:
-    """Return what takes several steps."""
+    """Return a function that runs several steps."""
 
     def run() -> None:
         for step in steps:

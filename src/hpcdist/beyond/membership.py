@@ -1,6 +1,6 @@
-"""Decision of a meeting: what becomes of an elastic job, given what its living processes report of themselves.
+"""Decision of a meeting: how an elastic job continues, given the reports of its living processes.
 
-Every process decides by itself, from the same reports, so that all come to the same.
+Every process decides by itself, from the same reports, so that all decide the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcdist.core.ranks import listed
 class Status(IntEnum):
     """Why a process comes to a meeting; a spare's does not count."""
 
-    BEGINS = 0  # with its steps
+    BEGINS = 0  # the steps begin
     FAILED = 1  # in a step
     AGAIN = 2  # the last meeting has failed
     FINISHED = 3  # all steps
@@ -28,33 +28,32 @@ class Report(NamedTuple):
     id: int  # its rank in the job as it was started
     status: int
     epoch: int  # how many meetings it has seen go well
-    size: int  # of the default group that it knows
-    step: int  # how many steps its state has behind it; -1 for a spare that has none
+    size: int  # ids of the default group that it knows
+    step: int  # the number of steps that its state contains; -1 for a spare without a state
     made: int  # how many groups were made
     changes: int  # of members
-    recent: int  # of those, within the last hour
+    recent: int  # changes within the last hour
 
 
 class Decision(NamedTuple):
-    """What follows from the reports of the processes; the same on all of them."""
+    """The decision that follows from the reports; the same on all processes."""
 
     ends: bool  # whether the job does
     epoch: int
-    members: list[int]  # ids of the ranks that go on, in order
+    members: list[int]  # ids of the ranks that continue, in order
     lost: list[int]  # ranks of the last default group
     source: int  # the rank whose state the others take over
     changes: int
     present: list[int]  # ids of all living processes
     remakes: bool  # whether the default group is made again
-    reason: str = ""  # why the job cannot go on; empty if it does, or ends
+    reason: str = ""  # why the job cannot continue; empty if it does, or ends
 
 
 def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
-    """Return how many processes may go on without the living ones; 0 if they cannot.
+    """Return how many other processes may continue without the living ones; 0 if they cannot.
 
-    Of two parts of a job that cannot reach each other only the larger goes on, of two halves the one with the lowest
-    id. Each part leaves out those that it knows to have ended: the ids of the other processes of the last meeting are
-    ``missing``.
+    Of two parts of a job that cannot reach each other only the larger continues, of two halves the one with the lowest
+    id. ``missing`` are the ids of the other processes of the last meeting, without those that are known to have ended.
     """
     is_larger = len(living) > len(missing)
     is_first_half = len(living) == len(missing) and min(living) < min(missing)
@@ -62,16 +61,16 @@ def count_rivals(living: Collection[int], missing: Collection[int]) -> int:
 
 
 def decide(reports: list[Report], members: list[int], min_size: int, most: int, rivals: int = 0) -> Decision:
-    """Decide how a job goes on, given the reports of all living processes and the ids of the default group so far.
+    """Decide how a job continues, given the reports of all living processes and the ids of the default group so far.
 
-    There may be so many changes of members in an hour (``most``), and so many other processes that may go on without
-    these (``rivals``).
+    ``most`` is the limit of changes of members in an hour; ``rivals`` is the number of other processes that may
+    continue without these.
     """
     by_id = {report.id: report for report in reports}
     lost = [rank for rank, each in enumerate(members) if each not in by_id]
     survivors = [by_id[each] for each in members if each in by_id]
     statuses = {Status(report.status) for report in survivors}
-    # first those that have taken the state over in a meeting that failed
+    # first those that have got the state in a meeting that failed
     waiting = iter(sorted(by_id.keys() - set(members), key=lambda each: (-by_id[each].step, each)))
     filled = [each if each in by_id else next(waiting, None) for each in members]
     chosen = [each for each in filled if each is not None]

@@ -1,8 +1,8 @@
-"""Node-shared tensors: one copy a node, in memory that all ranks of the node read and write.
+"""Node-shared tensors: one copy for each node, in memory that all ranks of the node read and write.
 
-The memory is a file of /dev/shm (``core.memory_file``) and not a window of MPI's: MPI_Win_free takes all ranks of the
-node, so that a window could be freed neither when one rank drops its tensor nor by Python's garbage collector, and a
-tensor used after it would crash. A file's memory is unmapped by each rank for itself, and it works without MPI.
+The memory is a file of /dev/shm (``core.memory_file``) and not a window of MPI's: all ranks of the node must call
+MPI_Win_free, so that neither one rank that drops its tensor nor Python's garbage collector could free a window, and a
+tensor used after it would crash. Each rank unmaps a file's memory by itself, and it works without MPI.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hpcdist.torch_bridge import private_names
 
 
 class Request(NamedTuple):
-    """What one rank asks for."""
+    """The arguments of one rank."""
 
-    node: tuple[str, int]  # the same for the ranks that can open each other's files
+    node: tuple[str, int]  # the same for ranks that can open each other's files
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size of the file: no file of no bytes can be mapped."""
+        """Size of the file; an empty file could not be mapped."""
         return max(1, math.prod(self.shape) * self.dtype.itemsize)
 
 
@@ -49,22 +49,22 @@ def node_shared(
 def node_shared(
     shape: int | Sequence[int], dtype: torch.dtype = torch.float32, group: Group | None = None, fill: Any = None
 ) -> torch.Tensor | None:
-    """Make a tensor of which each node has one copy, read and written by all ranks of the group there.
+    """Make a tensor with one copy on each node, which all ranks of the group there read and write.
 
     Every rank of the group calls this, with the same shape and dtype. When it returns, one rank of each node has filled
-    the node's copy. Later writes are seen by the node's ranks after a ``barrier`` that they all call between the write
-    and the read. There is no other synchronisation, and the copies of different nodes are independent.
+    the node's copy. Later writes are visible to the node's ranks after a ``barrier`` that they all call between the
+    write and the read. There is no other synchronization, and the copies of different nodes are independent.
 
-    It is an ordinary CPU tensor: its memory is freed when the last tensor and view on it is gone, on all ranks of the
-    node, each for itself, and it may be used after ``destroy_process_group``. Forked processes have it, and
-    ``torch.multiprocessing`` (a DataLoader's workers) hands it to started ones without a copy.
+    It is an ordinary CPU tensor: each rank unmaps its memory when the rank's last tensor or view on it ends, and it may
+    be used after ``destroy_process_group``. Forked processes have it, and ``torch.multiprocessing`` (a DataLoader's
+    workers) passes it to spawned ones without a copy.
 
     Args:
         shape: of the tensor, the same on all ranks; a number for one dimension.
         dtype: any of torch's, the same on all ranks.
         group: the group; None for the default one.
-        fill: what the lowest rank of each node fills its copy with: a number; a tensor or array of this shape; or a
-            function, called only there, with the tensor, which it writes. The other ranks' is not looked at. None for
+        fill: the values, which the lowest rank of each node writes: a number; a tensor or array of this shape; or a
+            function that is called there with the tensor and writes it. Other ranks' values are not used. None for
             zeros.
 
     Returns:
@@ -72,7 +72,7 @@ def node_shared(
 
     Raises:
         DistBackendError: a node has no /dev/shm or too little room there, or ``fill`` failed; on all ranks the same.
-        TypeError, ValueError: no shape, no dtype, or a ``fill`` that does not fit; on all ranks the same.
+        TypeError, ValueError: an invalid shape, dtype or ``fill``; on all ranks the same.
         MismatchError: ranks ask for different shapes or dtypes; it is a ValueError.
     """
     if (pg := world.member_group(group, "node_shared")) is None:
@@ -106,10 +106,10 @@ def request(shape: Any, dtype: Any) -> Request:
 
 
 def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tensor:
-    """Bring the ranks of each node to one file; every rank of the group calls.
+    """Open one file on all ranks of each node; every rank of the group calls.
 
-    The file has a name only while it is empty, so that a job which is killed leaves no memory behind. The ``first``
-    rank of the node makes the file and fills it.
+    The file has a name only while it is empty, so that a killed job leaves no memory behind. The ``first`` rank of the
+    node makes the file and fills it.
     """
     is_first = backend.rank == first
     descriptor, name = -1, ""
@@ -150,12 +150,12 @@ def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tens
     finally:
         memory_file.remove(name)
         if descriptor >= 0:
-            os.close(descriptor)  # the tensor has one of its own
+            os.close(descriptor)  # the tensor has a mapping of its own
     return tensor
 
 
 def fill_copy(fill: Any, tensor: torch.Tensor) -> None:
-    """Write what the user gave to a node's copy, which holds zeros."""
+    """Write the user's ``fill`` to a node's copy, which holds zeros."""
     if fill is None:
         return
     if isinstance(fill, (int, float, complex)):

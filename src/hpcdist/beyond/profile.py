@@ -1,4 +1,4 @@
-"""Profile of a job's communication: ``profile``, a timeline of all ranks and a table of where their time went."""
+"""Profile of a job's communication: ``profile``, a timeline of all ranks and a table of their time by call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hpcdist.watch import timing
 from hpcdist.watch.timing import TimedCall
 
 PING_TAG = FIRST_KEPT + 1  # beside monitored_barrier's
-PINGS = 10  # the quickest of so many says how two clocks differ
+PINGS = 10  # questions, of which the fastest gives the difference of two clocks
 
 
 class Profile:
-    """What ``profile`` records; a context manager.
+    """The record of ``profile``; a context manager.
 
     Attributes:
-        calls: this rank's, in the order in which they ended, and those that had not ended at the end of the block.
+        calls: this rank's, in the order in which they ended; then those that had not ended at the end of the block.
         timeline: of all ranks, on rank 0 after the end; None elsewhere.
     """
 
@@ -58,10 +58,10 @@ class Profile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         end = time.perf_counter_ns()
         for each in WORLD.backends():
-            each.pending()  # a device's calls are noted when somebody looks
+            each.pending()  # the end of a device's calls is noticed only when it is polled
         timing.leave(self._note)
         if error is not None:
-            return  # the others may not come
+            return  # the other ranks may not come
         group = self._group
         if WORLD.default is not group:
             raise DistBackendError("profile: the default group that it began with has ended; end the profile before it")
@@ -70,7 +70,7 @@ class Profile:
         self.calls += timing.under_way(self._begin, end)
         mine = tuple(Share(socket.gethostname(), self._begin, end, self.calls, self._groups))
         with group.journal.during("profile"):
-            backend.objects.all_gather(None, call="profile")  # a rank that has left by an error makes another call
+            backend.objects.all_gather(None, call="profile")  # after an error a rank makes another call
             last = offsets(group)
             shares = backend.objects.gather(mine, 0)
         if shares is None:
@@ -92,7 +92,7 @@ class Profile:
         return [] if self.timeline is None else self.timeline.rows()
 
     def ranks(self) -> list[RankRow]:
-        """Return who waited and who was waited for, a row for each rank: on rank 0; an empty list elsewhere."""
+        """Return the waits by rank, and for which ranks the others waited: on rank 0; an empty list elsewhere."""
         return [] if self.timeline is None else self.timeline.ranks()
 
     def table(self) -> str:
@@ -104,22 +104,22 @@ def profile(path: str | os.PathLike[str] | None = None, *, show: bool = True) ->
     """Record every collective and message of all ranks, for a ``with`` block.
 
     At its end rank 0 writes a timeline of all ranks on one clock (Chrome's trace format, which https://ui.perfetto.dev
-    opens), and prints how much time went into which call at which line of the program, and which ranks the others
-    waited for. Every rank of the default group enters and leaves the block, at the same places among its collectives.
-    If it ends by an exception on a rank, that rank gathers nothing.
+    opens), and prints the time of each call by line of the program, and the ranks for which the others waited. Every
+    rank of the default group enters and leaves the block, at the same places among its collectives. If it ends by an
+    exception on a rank, that rank gathers nothing.
 
-    The calls are those of hpcdist, and of torch.distributed and its libraries on hpcdist's groups. A call costs some
-    microseconds more meanwhile, and nothing before and after. Times are the host's: a call on CUDA tensors returns when
-    it is queued, and an asynchronous one ends when the host takes note of it; one that has not ended at the end of the
-    block is taken to end there. Around each call is a range of NVTX, with
-    a CUDA build of torch or the package ``nvtx``, and a region of Score-P under ``python -m scorep``.
+    The calls are those of hpcdist, and of torch.distributed and its libraries on hpcdist's groups. Inside the block a
+    call takes some microseconds longer. Times are the host's: a call on CUDA tensors returns when it is queued, and an
+    asynchronous one ends when the host notices its end; one that has not ended at the end of the block counts as ended
+    there. Each call is a range of NVTX, with a CUDA build of torch or the package ``nvtx``, and a region of Score-P
+    under ``python -m scorep``.
 
     Args:
         path: the timeline's file, written by rank 0; None for none.
         show: print the table, on rank 0.
 
     Returns:
-        A context manager, whose ``calls``, ``rows()``, ``ranks()`` and ``table()`` tell what was recorded.
+        A context manager, whose ``calls``, ``rows()``, ``ranks()`` and ``table()`` give the recorded data.
 
     Raises:
         ValueError: there is no default group.
@@ -130,7 +130,7 @@ def profile(path: str | os.PathLike[str] | None = None, *, show: bool = True) ->
 
 
 def offsets(group: Group) -> list[int]:
-    """Return on rank 0 what is to be added to each rank's clock to have rank 0's, in nanoseconds; on others nothing.
+    """Return on rank 0 the offset of rank 0's clock from each rank's, in nanoseconds; an empty list elsewhere.
 
     Every rank of the group calls this. Rank 0 asks the others for their time, one after the other.
     """
@@ -140,7 +140,7 @@ def offsets(group: Group) -> list[int]:
     if group.rank() != 0:
         for _ in range(PINGS):
             backend.recv(word, 0, PING_TAG)
-            word.fill_(int(word) * 0 + time.perf_counter_ns())  # on a device: after the question has come
+            word.fill_(int(word) * 0 + time.perf_counter_ns())  # on a device: wait for the question first
             backend.send(word, 0, PING_TAG)
         return []
     found = [0]

@@ -1,4 +1,4 @@
-"""Reproducible sums: ``reproducible`` and HPCDIST_REPRODUCIBLE, by which reductions repeat bit for bit."""
+"""Reproducible sums: ``reproducible`` and HPCDIST_REPRODUCIBLE make reductions repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcdist.core.world import WORLD
 
 
 class Reproduction:
-    """What ``reproducible`` has set; as a context manager it brings back what was before."""
+    """The setting of ``reproducible``; as a context manager it restores the previous one."""
 
     def __init__(self, is_on: bool) -> None:
         self._before = hooks.reproducible
@@ -21,7 +21,7 @@ class Reproduction:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if error is None:  # else the others may not come to compare
+            if error is None:  # otherwise the other ranks may not come to compare
                 switch(self._before)
         finally:
             hooks.reproducible = self._before
@@ -37,10 +37,10 @@ def reproducible(is_on: bool = True) -> Reproduction:
     collectives (a collective itself, if there is a default group). HPCDIST_REPRODUCIBLE=1 sets it for a whole job.
 
     Args:
-        is_on: False for the libraries' own sums again, which are faster.
+        is_on: False to return to the libraries' own sums, which are faster.
 
     Returns:
-        A context manager, which at its end brings back what was before. It needs not be entered.
+        A context manager, which restores the previous setting at its end. It need not be entered.
 
     Raises:
         DistBackendError: the ranks differ in it; on every rank.
@@ -49,7 +49,7 @@ def reproducible(is_on: bool = True) -> Reproduction:
 
 
 def switch(is_on: bool) -> None:
-    """Set how reductions are carried out, once the ranks have found that they agree."""
+    """Switch, after the ranks have compared the new setting."""
     before, hooks.reproducible = hooks.reproducible, is_on
     default = WORLD.default
     if default is None or default.cpu is None or default.size() == 1:

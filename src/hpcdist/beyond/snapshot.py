@@ -1,7 +1,7 @@
-"""Snapshot of a training state: a copy that a rank goes back to, or gets from another one, bit for bit.
+"""Snapshot of a training state: a copy to which a rank returns, or which it gets from another rank, bit for bit.
 
-The tensors of a ``state_dict()`` are copied beside it, and travel as tensors; what is left of it (numbers, names, the
-order of entries) is one small pickle.
+The tensors of a ``state_dict()`` are copied apart, and sent as tensors; the rest of it (numbers, names, the order of
+entries) is one small pickle.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from hpcdist.core.objects import TensorObjects
 
 
 class Stateful(Protocol):
-    """What can hand its state out and take one: modules, optimizers, schedulers, a class of the user's."""
+    """An object with a state: modules, optimizers, schedulers, a user's class."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take a state over."""
+        """Load a state."""
 
 
 class TensorSlot(NamedTuple):
-    """Stands for a tensor in what is pickled."""
+    """The place of a tensor in the pickled rest."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: str  # its type: the number of a GPU is each rank's own
+    device: str  # the type only: the number of a GPU depends on the rank
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with what they hold changed."""
+    """Return nested dicts, lists and tuples with a function applied to their leaves."""
     if isinstance(value, Mapping):
         return {key: mapped(each, change) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, TensorSlot):
@@ -53,10 +53,10 @@ class Snapshot:
         self._state = state
         self._tensors: list[torch.Tensor] = []
         self._rest = b""
-        self.step = 0  # how many steps the state has behind it
+        self.step = 0  # the number of steps that the state contains
 
     def take(self, step: int) -> None:
-        """Copy the state of this moment; the memory of the last copy is used again."""
+        """Copy the current state, to the memory of the last copy."""
         tensors: list[torch.Tensor] = []
 
         def leave_out(value: Any) -> Any:
@@ -76,7 +76,7 @@ class Snapshot:
         self._rest, self.step = pickle.dumps(rest), step
 
     def broadcast(self, group: Group, source: int) -> None:
-        """Take one rank's snapshot over; every rank of the group calls."""
+        """Replace all snapshots by one rank's; every rank of the group calls."""
         step, rest = TensorObjects(group.any_backend()).broadcast((self.step, self._rest), source)
         tensors = self._tensors
         if group.rank() != source:
@@ -85,12 +85,12 @@ class Snapshot:
             tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
         for tensor in tensors:
             broadcast(tensor, group=group, group_src=source)
-        self._tensors, self.step, self._rest = tensors, step, rest  # the old ones may be needed until now
+        self._tensors, self.step, self._rest = tensors, step, rest  # the old tensors may be needed until now
 
     def restore(self) -> None:
-        """Bring the objects to this state."""
+        """Load this state into the objects."""
         rest = pickle.loads(self._rest)
-        # a copy each: an optimizer keeps the tensors that it is given
+        # copies: an optimizer keeps the tensors that it gets
         found = mapped(
             rest, lambda value: self._tensors[value.number].clone() if isinstance(value, TensorSlot) else value
         )
@@ -99,5 +99,5 @@ class Snapshot:
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors hold as many values of a kind in the same place."""
+    """Tell whether two tensors have the same shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -1,7 +1,7 @@
 """Timeline of all ranks on one clock: as a trace that Perfetto and Chrome open, and as a summary table.
 
-A rank's clock is brought to rank 0's by two measured differences, at the beginning and at the end, between which it is
-taken to drift evenly.
+A rank's clock is converted to rank 0's by two measured differences, at the beginning and at the end, between which a
+linear drift is assumed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME_LENGTH = 28  # of a call in the table
 
 
 class Share(NamedTuple):
-    """What one rank has recorded."""
+    """The record of one rank."""
 
     host: str
     begin: int  # nanoseconds on its clock
@@ -32,33 +32,33 @@ class Share(NamedTuple):
 class Row(NamedTuple):
     """A call at one line of the program, on all ranks."""
 
-    call: str  # what c10d calls it, or ``wait(all_reduce)`` for the wait for it
+    call: str  # c10d's name, or ``wait(all_reduce)`` for a wait
     where: str  # the line, as ``file.py:88 (function)``
-    is_async: bool  # whether it went on after it had returned
-    calls: int  # how often it was made, by all ranks together
-    nbytes: int  # of the tensors sent (or received, where none is), by all ranks together
+    is_async: bool  # whether it was asynchronous
+    calls: int  # the number of calls of all ranks
+    nbytes: int  # of the tensors sent (or received, if none is sent), by all ranks together
     seconds: float  # from begin to end, of a rank on average
-    share: float  # of the time that was recorded; 0 to 1, or more for asynchronous calls that overlap
+    share: float  # of the recorded time; 0 to 1, or more for asynchronous calls that overlap
     median: float  # seconds of one call
-    waiting: float  # seconds of ``seconds`` in which the last rank had not come yet; asynchronous calls wait for nobody
+    waiting: float  # the part of ``seconds`` before the last rank came; 0 for asynchronous calls
 
 
 class RankRow(NamedTuple):
-    """A rank's part in the waiting."""
+    """The waits of a rank, and the waits for it."""
 
     rank: int  # the global rank
-    host: str  # where it ran
-    seconds: float  # in calls that block
-    share: float  # of the time that was recorded
+    host: str  # the host
+    seconds: float  # seconds in calls that block
+    share: float  # of the recorded time
     waiting: float  # seconds that it waited in collectives for the last rank
-    last: int  # how many collectives it was the last one to enter
-    made_wait: float  # seconds that the others waited for it then, added up
+    last: int  # the number of collectives that it entered last
+    made_wait: float  # seconds that the others waited for it then, in total
 
 
 class Timeline:
     """The calls of all ranks on rank 0's clock, given their shares in order.
 
-    The offsets of each are the nanoseconds to be added to its clock at the beginning and at the end.
+    The offsets of each are the nanoseconds to add to its clock at the beginning and at the end.
     """
 
     def __init__(self, shares: Sequence[Share], offsets: Sequence[tuple[int, int]]) -> None:
@@ -69,13 +69,13 @@ class Timeline:
         self.calls = [
             [call._replace(begin=call.begin - zero, end=call.end - zero) for call in calls] for _, _, calls in moved
         ]
-        self.waits: dict[tuple[int, int], int] = {}  # what each call waited, by rank and place
-        # by rank: how often it was last, what others waited for it then, and what it waited for others
+        self.waits: dict[tuple[int, int], int] = {}  # nanoseconds that each call waited, by rank and index
+        # by rank: how often it was last, the others' waits for it then, and its own waits
         self._last, self._made_wait, self._waited = Counter[int](), Counter[int](), Counter[int]()
         self._find_waits()
 
     def _find_waits(self) -> None:
-        """Find who waited for whom. A collective is one of a group, as its name and ranks say, and of a number."""
+        """Compute the waits. A collective is identified by the group's name and ranks and by its number."""
         entered: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
         for rank, calls in enumerate(self.calls):
             groups = self.shares[rank].groups
@@ -97,7 +97,7 @@ class Timeline:
 
     def rows(self) -> list[Row]:
         """Return the rows of the summary, the longest first, those that block before asynchronous ones."""
-        from statistics import median  # not at every start of a program: it imports decimal
+        from statistics import median  # imported here, because it imports decimal
 
         found: dict[tuple[bool, str, str], list[tuple[TimedCall, int]]] = defaultdict(list)
         for rank, calls in enumerate(self.calls):
@@ -147,7 +147,7 @@ class Timeline:
         """Return the trace: an object of Chrome's trace-event format, whose times are microseconds.
 
         Each rank is a process, and each thread that makes calls a thread of it. A call that blocks is a complete event
-        (``X``), an asynchronous one a pair (``b``, ``e``), which is drawn on a line of its own.
+        (``X``), an asynchronous one a pair (``b``, ``e``), which is drawn as a line of its own.
         """
         events: list[dict[str, Any]] = []
         for rank, (share, calls) in enumerate(zip(self.shares, self.calls, strict=True)):

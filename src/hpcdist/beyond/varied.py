@@ -1,14 +1,13 @@
-"""Collectives of varied sizes: each rank gives as many rows as it has, nobody gives the sizes of the others.
+"""Collectives of varied sizes: each rank gives its own number of rows, without knowing the others' numbers.
 
-Every rank of the group calls each of these, in the same order. A first small exchange tells the ranks each other's
-sizes, and compares what has to be equal: dtype, device type, and the shape but for the dimension that varies. A
-difference is one error on every rank. The sizes are exchanged by each call: a rank could only know from the others'
-that it need not. The rows are moved by a second call (MPI_Allgatherv, MPI_Reduce_scatter, MPI_Alltoallw; MPI 6), or
-with the sizes if they are few (``Slots``).
+Every rank of the group calls each of these, in the same order. First the ranks exchange their sizes, and compare the
+dtype, the device type, and the shape without the dimension that varies. A difference is one error on every rank. Each
+call exchanges the sizes, because no rank knows whether another's has changed. The rows are moved by a second call
+(MPI_Allgatherv, MPI_Reduce_scatter, MPI_Alltoallw; MPI 6), or with the sizes if they are few (``Slots``).
 
-Results can be differentiated, once. The gradient of a gather is a reduce_scatter and the other way round, so each rank
-has to call ``backward`` through its result if one does, and a call records this on all ranks if the input of any rank
-requires grad. A NumPy array stands for a CPU tensor on its memory, and is returned for one.
+Results can be differentiated, once. The gradient of a gather is a reduce_scatter and vice versa, so all ranks must call
+``backward`` through their results if one does, and a call is recorded on all ranks if the input of any rank requires
+grad. A NumPy array is used like a CPU tensor on its memory, and the result is an array then.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from hpcdist.core.ranks import as_int, by_value, listed
 from hpcdist.core.reduction import AVG, SUM, canonical, name_of
 
 FORMS_KEPT = 256
-HEAD = Struct("4q")  # of a slot: how many rows, the form's mark, flags, and the bytes of the sender's largest part
-FILLED = 2  # flag of a slot that has its rows; 1 stands for a gradient
+HEAD = Struct("4q")  # of a slot: the number of rows, the form's hash, flags, the bytes of the sender's largest part
+FILLED = 2  # flag of a slot that contains its rows; flag 1: the input requires grad
 LARGEST = (1 << 63) - 1
 # bytes of all slots. 2 ranks, Open MPI 5.0.11, µs with slots and with two calls: all_gather_varied of 4 KiB and 8 KiB
 # 22 and 35, of 16 KiB on both 32 and 24; all_to_all_varied of 4 KiB and 8 KiB 34 and 70
@@ -50,14 +49,14 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
     """Gather tensors of any sizes along one dimension, concatenated in rank order, on every rank.
 
     Args:
-        tensor: this rank's rows, of any dtype, layout and number of rows, none too; the other dimensions and the dtype
+        tensor: this rank's rows, of any dtype, layout and number of rows, also 0; the other dimensions and the dtype
             are the same on all ranks.
         dim: the dimension that varies.
         group: the group; None for the default one.
 
     Returns:
-        The rows of all ranks, a contiguous tensor, and the list of the ranks' sizes along ``dim``, with which
-        ``split(sizes, dim)`` takes them apart; None on ranks outside the group.
+        The rows of all ranks, a contiguous tensor, and the list of the ranks' sizes along ``dim``, for
+        ``split(sizes, dim)``; None on ranks outside the group.
 
     Raises:
         TypeError: no dense tensor.
@@ -81,13 +80,13 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
 
 
 def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """Combine the tensors of all ranks and leave each rank as many rows as it asks for.
+    """Combine the tensors of all ranks; each rank gets the number of rows that it gives.
 
     Args:
         tensor: the rows for all ranks in rank order; the same shape and dtype on all ranks.
-        size: how many rows along ``dim`` this rank receives; those of all ranks add up to ``tensor.size(dim)``.
+        size: the number of rows along ``dim`` for this rank; those of all ranks add up to ``tensor.size(dim)``.
         dim: the dimension that is divided.
-        op: a ReduceOp; half types accumulate in float32. Gradients are there for SUM and AVG.
+        op: a ReduceOp; half types accumulate in float32. SUM and AVG have gradients.
         group: the group; None for the default one.
 
     Returns:
@@ -129,15 +128,16 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     """Send one tensor to every rank and receive one from each, of any sizes along one dimension.
 
     Args:
-        tensors: one tensor a rank, in rank order, of any number of rows, none too; the other dimensions and the dtype
+        tensors: one tensor for each rank, in rank order, of any number of rows, also 0; the other dimensions and the
+        dtype
             are the same in all lists.
         dim, group: as for ``all_gather_varied``.
 
     Returns:
-        The list of what each rank sent to this one, contiguous tensors; None on ranks outside the group.
+        The list of the tensors that the ranks sent to this one, contiguous; None on ranks outside the group.
 
     Raises:
-        TypeError: no list of dense tensors.
+        TypeError: not a list of dense tensors.
         ValueError, RuntimeError: on every rank, lists of another length than the group, dtypes or other dimensions that
             differ, or no dimension ``dim``.
     """
@@ -166,7 +166,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
 
 
 def tensor_of(pg: Group, value: Any, name: str) -> Tensor:
-    """Return a caller's tensor or array as a tensor, still in its graph; raise of what the group does not carry."""
+    """Return a caller's tensor or array as a tensor, still in its graph; raise if the group has no backend for it."""
     tensor = value if isinstance(value, Tensor) else as_tensor(value, name)
     if not tensor.is_cpu or pg.cpu is None:
         pg.backend(tensor.device)
@@ -188,18 +188,18 @@ def is_tracked(*tensors: Tensor) -> bool:
 
 @lru_cache(FORMS_KEPT)
 def mark_of(form: str) -> int:
-    """Return 64 bits that another form does not have."""
+    """Return a hash of a form, 64 bits."""
     return int.from_bytes(blake2b(form.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @lru_cache(FORMS_KEPT)
 def form_like(dtype: torch.dtype, before: tuple[int, ...], after: tuple[int, ...] | None, end: str) -> str:
-    """Return the form of a tensor with some sizes before and after the dimension that varies, if one does."""
+    """Return the form of a tensor with these sizes before and after the dimension that varies, if there is one."""
     return f"{dtype} {list(before) if after is None else [*before, 'any', *after]} on {end}"
 
 
 def form_of(tensor: Tensor, dim: int | None, more: str = "") -> str:
-    """Return as text what has to be the same on all ranks: all but the size along a dimension, and what is added."""
+    """Return as text all that must be the same on all ranks: not the size along a dimension, but further arguments."""
     shape: tuple[int, ...] = tensor.shape
     end = "cpu" + more if tensor.is_cpu else tensor.device.type + more
     if dim is None or not has_dimension(tensor, dim):
@@ -210,17 +210,17 @@ def form_of(tensor: Tensor, dim: int | None, more: str = "") -> str:
 
 
 class Slots:
-    """What the ranks of a group tell each other first: a head and, if they fit in, rows, all in slots of one size.
+    """The first exchange of the ranks of a group: a head and, if they fit, rows, all in slots of one size.
 
-    A slot has place for the rows of the call before, so that a loop on small ones makes one call of the library and not
-    two. How many bytes that is, a multiple of 8, follows from what all ranks were told. The row says whether a rank has
+    A slot has room for the rows of the previous call, so that a loop on small ones makes one call of the library and
+    not two. Its size in bytes, a multiple of 8, follows from values that all ranks exchanged. By the row, a rank has
     one slot for all others or one for each.
     """
 
     def __init__(self, pg: Group, row: table.Row, nbytes: int) -> None:
         ranks, step = len(pg.ranks), HEAD.size + nbytes
         self.row, self.nbytes, self._step = row, nbytes, step
-        with torch.inference_mode(False):  # it is written in both modes
+        with torch.inference_mode(False):  # it is written inside and outside of inference mode
             sent, received = (
                 torch.zeros(count * step // 8, dtype=torch.int64, device="cpu")
                 for count in (1 if row is table.ALL_GATHER_SINGLE else ranks, ranks)
@@ -232,7 +232,7 @@ class Slots:
         self._heads = received.numpy().reshape(ranks, -1)[:, :4]
 
     def fill(self, parts: Sequence[Any], mark: int, is_recorded: bool) -> None:
-        """Write the heads, and the rows if they fit in: for each slot a tensor, or a size and no rows."""
+        """Write the heads, and the rows if they fit: for each slot a tensor, or a size without rows."""
         flags, at, largest = int(is_recorded), 0, 0
         for part in parts:
             if part.__class__ is int or not part.is_cpu:
@@ -261,7 +261,7 @@ class Slots:
         return self._heads.tolist()
 
     def join(self, sizes: list[int], out: Tensor) -> None:
-        """Write the rows of all ranks, of which each has so many."""
+        """Write the rows of all ranks one after another, given the number of each."""
         count, source, target = sum(sizes), self._source, out.data_ptr()
         width = out.nbytes // count if count else 0
         for size in sizes:
@@ -273,10 +273,10 @@ class Slots:
 def agree(
     pg: Group, call: str, form: str, is_fit: bool, dim: int, parts: Sequence[Any], is_recorded: bool
 ) -> tuple[list[int], bool, Slots | None]:
-    """Return each rank's size for this one, whether any rank's input needs a gradient, and the slots if rows are there.
+    """Return each rank's size for this one, whether any rank's input requires grad, and the slots if they contain rows.
 
-    Every rank calls, with the form of what it gives and ``parts`` as ``Slots.fill`` takes them. MismatchError unless
-    what is of this form ``is_fit`` for the call on all ranks; ``is_recorded`` says that this rank needs a gradient.
+    Every rank calls, with the form of its input and ``parts`` for ``Slots.fill``. MismatchError unless the forms are
+    equal and ``is_fit`` on all ranks; ``is_recorded``: this rank's input requires grad.
     """
     if (slots := pg.kept.get(call)) is None:
         row = table.ALL_TO_ALL_SINGLE if call == "all_to_all_varied" else table.ALL_GATHER_SINGLE
@@ -307,7 +307,7 @@ def agree(
 
 
 def misfit(pg: Group, call: str, form: str, dim: int) -> MismatchError:
-    """Return the error of ranks whose tensors do not fit; every rank calls."""
+    """Return the error of ranks whose tensors differ; every rank calls."""
     texts: list[Any] = [None] * len(pg.ranks)
     all_gather_object(texts, form, pg)
     found = "; ".join(f"{text} of {listed(those)}" for text, those in by_value(texts).items())
@@ -321,7 +321,7 @@ def misfit(pg: Group, call: str, form: str, dim: int) -> MismatchError:
 def carried_out(
     rows: Any, is_recorded: bool, call: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Make a call, whose result is part of a graph if any rank's is: all ranks take part in its gradient."""
+    """Make a call, recorded by autograd if it is on any rank: all ranks take part in its gradient."""
     if not is_recorded:
         return call(rows)
     if not rows.requires_grad and torch.is_grad_enabled():
@@ -330,7 +330,7 @@ def carried_out(
 
 
 def like(given: Any, tensor: Tensor) -> Any:
-    """Return a result as the caller gave the input, contiguous: a tensor or an array."""
+    """Return a result as a tensor or an array, as the input was, contiguous."""
     made = tensor.contiguous()
     return made.detach().numpy() if isinstance(given, np.ndarray) else made
 
@@ -339,7 +339,7 @@ def like(given: Any, tensor: Tensor) -> Any:
 
 
 def issue_now(row: table.Row, pg: Group, send: Tensor, recv: Tensor, op: Any = None, counts: Any = None) -> None:
-    """Make a call at once: a coalescing manager holds back only what is not needed now."""
+    """Make a call at once, also inside a coalescing manager, because its result is needed now."""
     held, pg.coalescing = pg.coalescing, None
     try:
         issue(row, pg, send, recv, op, counts=counts)
@@ -348,7 +348,7 @@ def issue_now(row: table.Row, pg: Group, send: Tensor, recv: Tensor, op: Any = N
 
 
 def counted(rows: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Return the elements of so many rows each."""
+    """Return the elements of the rows of each rank."""
     width = prod(rows.shape[1:])
     return [size * width for size in sizes]
 
@@ -376,7 +376,7 @@ def reduce_scatter(rows: Tensor, pg: Group, sizes: list[int], op: Any) -> Tensor
 
 
 def exchange(rows: Any, pg: Group, sent: list[int], received: list[int], slots: Slots | None = None) -> Tensor:
-    """Return the rows for this rank, which may be in slots already; they are given in one tensor, or one a rank."""
+    """Return the rows for this rank, which may be in slots already; the input is one tensor, or one for each rank."""
     one = rows[0] if rows.__class__ is list else rows
     out: Tensor = one.new_empty((sum(received), *one.shape[1:]))
     if slots is not None:

@@ -1,4 +1,4 @@
-"""One-sided windows: memory of each rank that the others write and read without a call of its own.
+"""One-sided windows: memory of each rank that the others write and read without a call of that rank.
 
 The names are those of c10d's windows (``new_window`` in torch 2.14: ``put``, ``signal``, ``wait_signal``,
 ``map_remote_tensor``); ``get``, ``accumulate`` and ``fetch_and_add`` are MPI's (MPI-4.1 chapter 12). Ranks are ranks of
@@ -40,22 +40,22 @@ from hpcdist.launch import environment
 class Window:
     """Open memory of every rank of a group to the others; every rank of the group makes it, and closes it.
 
-    Use it in a ``with`` block, or call ``close``. A call is complete when it returns: what ``put`` has written lies in
-    the other rank's memory. That rank learns of it by ``signal`` and ``wait_signal``, or by a collective such as
-    ``barrier``; without one of them it may see old values, or some of each. It needs MPI.
+    Use it in a ``with`` block, or call ``close``. A call is complete when it returns: the data of ``put`` is in the
+    other rank's memory. ``signal`` and ``wait_signal``, or a collective such as ``barrier``, make it visible to that
+    rank; otherwise it may read old values, or a mix. It needs MPI.
 
     Args:
-        memory: how many elements this rank opens, zero at first, in memory that its node shares; or a contiguous
-            CPU tensor (or array) of this rank, which is written in place. Ranks may differ in the number of elements.
-        dtype: of the elements, the same on all ranks; not looked at if ``memory`` is a tensor.
+        memory: the number of elements of this rank, zero at first, in memory that its node shares; or a contiguous
+            CPU tensor (or array) of this rank, which is written in place. The number may differ between ranks.
+        dtype: of the elements, the same on all ranks; not used if ``memory`` is a tensor.
         group: the group; None for the default one.
 
     Attributes:
-        tensor: this rank's memory, in one dimension; not to be used after ``close``.
+        tensor: this rank's memory, one-dimensional; must not be used after ``close``.
         sizes: the number of elements of each rank.
 
     Raises:
-        TypeError, ValueError: a ``memory`` or dtype that does not fit, or that differs between the ranks; on all ranks.
+        TypeError, ValueError: an invalid ``memory`` or dtype, or one that differs between the ranks; on all ranks.
         DistBackendError: a node lacks room in /dev/shm; on all ranks.
         RuntimeError: the group's backend for CPU tensors is not MPI.
     """
@@ -83,7 +83,7 @@ class Window:
         Args:
             tensor: of the window's dtype; any shape, strided too.
             dst: the rank of the group.
-            offset: the element of its memory where the tensor begins.
+            offset: the first element of its memory to write.
 
         Raises:
             ValueError: no such rank or place, another dtype, or the window is closed.
@@ -107,7 +107,7 @@ class Window:
             op: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
 
         Raises:
-            TypeError: MPI lacks the dtype, or no op.
+            TypeError: MPI lacks the dtype, or ``op`` is not an op.
             ValueError, RuntimeError: an op without meaning here, and as for ``put``.
         """
         data = for_reading(with_memory("Window.accumulate", tensor))
@@ -118,20 +118,20 @@ class Window:
 
         Args:
             dst, offset: as for ``put``.
-            value: what is added, an integer unless the window's dtype has fractions.
+            value: the number to add, an integer unless the window's dtype has fractions.
 
         Returns:
-            The number that was there before.
+            The previous value.
 
         Raises:
-            TypeError: MPI lacks the dtype, or no such number.
+            TypeError: MPI lacks the dtype, or ``value`` is not such a number.
             ValueError: as for ``put``.
         """
         data = one_element(value, self.dtype)
         return self._remote.fetch_and_add(data, *self._place("fetch_and_add", data, dst, offset)).item()
 
     def signal(self, dst: int) -> None:
-        """Send a rank a signal, which it sees after all that this rank has written to it before.
+        """Send a rank a signal, which it sees after all earlier writes of this rank to it.
 
         Args:
             dst: the rank of the group.
@@ -139,11 +139,11 @@ class Window:
         self._remote.signal(self._check("signal", dst))
 
     def wait_signal(self, src: int, timeout: timedelta | None = None) -> None:
-        """Wait for one signal of a rank; each call takes one, and those that come early are kept.
+        """Wait for one signal of a rank; each call takes one, and earlier signals are kept.
 
         Args:
             src: the rank of the group.
-            timeout: the most to wait; None for the group's limit.
+            timeout: the longest wait; None for the group's limit.
 
         Raises:
             DistBackendError: no signal has come in time, or under ULFM a rank has died.
@@ -153,7 +153,7 @@ class Window:
         self._remote.wait_signal(self._check("wait_signal", src), limit.total_seconds())
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
-        """Return the memory of a rank of this node as a tensor, to load from and store to; not after ``close``.
+        """Return the memory of a rank of this node as a tensor, to read and write until ``close``.
 
         Raises:
             RuntimeError: the rank is on another node, or the window was made of a tensor.
@@ -166,21 +166,21 @@ class Window:
         return found.view(self.dtype)
 
     def close(self) -> None:
-        """Free the window; every rank of the group calls, once or often. The end of the group closes it too.
+        """Free the window; every rank of the group calls, once or more often. The end of the group closes it too.
 
-        ``tensor`` and tensors of ``map_remote_tensor`` must be gone before; if one is not, a warning says that the
-        memory stays until the process ends.
+        Drop ``tensor`` and tensors of ``map_remote_tensor`` before; if one still exists, a warning says that the memory
+        stays until the process ends.
         """
         if not self._is_open:
             return
         self._is_open = False
         del self.tensor
-        if self._group.cpu is self._backend:  # it ended with its group; in a forked child it is the parent's
+        if self._group.cpu is self._backend:  # it ended with its group; in a forked child it belongs to the parent
             self._backend.settle()
             try:
                 with self._group.journal.during("Window.close"):
                     self._remote.close()
-            except MismatchError:  # no rank has closed it
+            except MismatchError:  # not closed by another rank
                 self.tensor, self._is_open = self._remote.own.view(self.dtype), True
                 raise
 
@@ -188,22 +188,22 @@ class Window:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:  # the others know of no error
+        if kind is None:  # the others do not know of the error
             self.close()
 
     def _check(self, call: str, rank: Any) -> int:
-        """Return the rank of the group that a call is to reach, or raise."""
+        """Return the target's rank in the group, or raise."""
         cpu = self._group.cpu
         if not self._is_open or cpu is None:
             raise ValueError(f"Window.{call}: the window is closed, or its group was destroyed")
         if cpu is not self._backend:
-            cpu.settle()  # which raises: this is a forked child
+            cpu.settle()  # raises in a forked child
         if not 0 <= (number := rank if rank.__class__ is int else as_rank(rank)) < len(self.sizes):
             raise MismatchError(f"Window.{call}: there is no rank {rank} in the group (0 to {len(self.sizes) - 1})")
         return number
 
     def _place(self, call: str, data: torch.Tensor, rank: Any, offset: Any) -> tuple[int, int]:
-        """Check a call's arguments, and return the other rank, and the byte where the call begins in its memory."""
+        """Check a call's arguments, and return the other rank, and the call's offset in its memory in bytes."""
         rank = self._check(call, rank)
         if offset.__class__ is not int:
             offset = as_int(offset, "offset")
@@ -222,7 +222,7 @@ class Window:
 
 
 def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a caller's number as a tensor of one element; TypeError of what is none, or has a fraction to lose."""
+    """Return a caller's number as a tensor of one element; TypeError for others, or if it would lose a fraction."""
     if not (dtype.is_floating_point or dtype.is_complex):
         value = as_int(value, "value")
     try:
@@ -234,16 +234,16 @@ def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def with_memory(call: str, value: Any, writable: bool = False) -> torch.Tensor:
-    """Return a caller's tensor or array as a dense tensor, from which a copy may be made."""
+    """Return a caller's tensor or array as a dense tensor."""
     tensor = as_tensor(value, "tensor", writable)
     check_dense(call, tensor)
-    if tensor.is_cpu:  # of another device ``Window._place`` says what was expected
+    if tensor.is_cpu:  # for another device ``Window._place`` raises
         check_memory(tensor)
     return tensor
 
 
 class Offer(NamedTuple):
-    """What one rank opens, where that is, and the free bytes in its /dev/shm."""
+    """The memory that one rank opens, its node, and the free bytes in its /dev/shm."""
 
     is_tensor: bool
     numel: int
@@ -257,7 +257,7 @@ class Offer(NamedTuple):
 
 
 def offer(memory: Any, dtype: Any) -> Offer:
-    """Check what one rank opens."""
+    """Check the arguments of one rank."""
     place = environment.node_key(), os.uname().nodename, memory_file.free()
     if isinstance(memory, (int, np.integer)):
         check_dtype(dtype)
@@ -272,7 +272,7 @@ def offer(memory: Any, dtype: Any) -> Offer:
 
 
 def check_offers(offers: list[Offer]) -> None:
-    """Raise, on every rank alike, if the ranks open different kinds of memory or a node has no room."""
+    """Raise the same on every rank if they open different kinds of memory or a node has no room."""
     first = offers[0]
     for rank, each in enumerate(offers):
         if (each.is_tensor, each.dtype) != (first.is_tensor, first.dtype):

@@ -1,4 +1,4 @@
-"""Coalesced collectives: many calls that are issued together."""
+"""Coalesced collectives: several calls that are issued together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def all_reduce_coalesced(
     Args:
         tensors: a tensor or a list of them, all of one dtype; the same sizes on all ranks.
         op: a ReduceOp; half types accumulate in float32.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no list of tensors.
-        ValueError: dtypes that differ; otherwise as for ``all_reduce``.
+        TypeError: not a list of tensors.
+        ValueError: different dtypes; others as for ``all_reduce``.
     """
     if (pg := world.member_group(group, "all_reduce_coalesced")) is None:
         return None
@@ -57,11 +57,11 @@ def all_gather_coalesced(
     Args:
         output_tensor_lists: for each rank a list of outputs, one for each of its inputs, written in place.
         input_tensor_list: this rank's inputs; the same sizes on all ranks.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no list of lists of tensors.
-        ValueError: lengths, sizes or dtypes that do not fit.
+        TypeError: not a list of lists of tensors.
+        ValueError: lengths, wrong sizes or dtypes.
     """
     if (pg := world.member_group(group, "all_gather_coalesced")) is None:
         return None
@@ -80,7 +80,7 @@ def _coalescing_manager(
 
     Args:
         group: the group that all of them are on; None for the default one.
-        device: taken as c10d takes it; the tensors say where they are.
+        device: accepted as in c10d; the tensors' own devices are used.
         async_ops: do not wait at the end; call ``wait()`` of the manager.
 
     Raises:
@@ -111,7 +111,7 @@ def _coalescing_manager(
 
 
 def together(pg: Group, held: list[tuple[Call, HeldWork | None]], async_ops: bool) -> Iterator[Work | None]:
-    """Run or begin the calls held back; all_reduces of one op in a row become one, the others go in turn."""
+    """Run or begin the calls held back; successive all_reduces with one op become one, the others go in turn."""
     for op, row in groupby(held, lambda each: common_op(each[0])):
         some = list(row)
         if op is None or len(some) == 1:
@@ -128,9 +128,9 @@ def together(pg: Group, held: list[tuple[Call, HeldWork | None]], async_ops: boo
 
 
 def common_op(call: Call) -> Any:
-    """Return the op of an all_reduce that others with this op may join; None of any other call.
+    """Return the op of an all_reduce with which others of the same op can be combined; None for any other call.
 
-    A PREMUL_SUM has a factor of its own rank, so nobody can tell whether two of them are alike on all ranks.
+    A PREMUL_SUM has a factor of its rank, so no rank knows whether two of them are alike on all ranks.
     """
     if call.row is not ALL_REDUCE or call.send is not call.recv or call.finish or call.counts:
         return None

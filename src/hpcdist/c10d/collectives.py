@@ -2,9 +2,9 @@
 
 Every rank of the group calls each of these, in the same order. The semantics are those of the functions of
 the same name in ``torch.distributed`` and of the collective operations of MPI 6. Tensors may be of any
-dtype, strided, empty, of no dimension, and on any device that a backend of the group carries; a NumPy array
-stands for a CPU tensor on its memory. What is written is visible when the call returns, or, with
-``async_op``, when ``wait()`` of the Work returns; until then neither input nor output may be touched.
+dtype, strided, empty, 0-dimensional, and on any device for which the group has a backend; a NumPy array
+is used like a CPU tensor on its memory. Results are visible when the call returns, or, with ``async_op``,
+when ``wait()`` of the Work returns; until then neither input nor output may be touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op:
     """Combine the tensors of all ranks and write the result to ``tensor`` on every rank, bitwise the same.
 
     Args:
-        tensor: input and output, written in place; same number of elements and dtype on all ranks. A sparse
+        tensor: input and output, written in place; the same number of elements and dtype on all ranks. A sparse
             COO tensor is summed.
         op: a ReduceOp; half types accumulate in float32.
         group: the group; None for the default one.
@@ -55,9 +55,9 @@ def broadcast(
     """Write the tensor of one rank to ``tensor`` on every rank.
 
     Args:
-        tensor: input on the source, output elsewhere, written in place; same size and dtype on all ranks.
+        tensor: input on the source, output elsewhere, written in place; the same size and dtype on all ranks.
         src, group_src: the source as a global rank or as a rank of the group, one of them.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
         ValueError: no source, two sources, or one outside the group.
@@ -78,10 +78,10 @@ def reduce(
     """Combine the tensors of all ranks and write the result to ``tensor`` on one rank.
 
     Args:
-        tensor: input; on the destination also output, written in place. Elsewhere it is left as it was.
+        tensor: input; on the destination also output, written in place. Elsewhere it is not changed.
         dst, group_dst: the destination as a global rank or as a rank of the group, one of them.
         op: a ReduceOp; half types accumulate in float32.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
         ValueError, RuntimeError, TypeError: as for ``all_reduce``, and for a wrong destination.
@@ -98,11 +98,11 @@ def all_gather_single(output_tensor: Any, input_tensor: Any, group: Any = None, 
     Args:
         output_tensor: world_size times the elements of the input, concatenated or stacked: the shape does
             not matter, the number of elements does.
-        input_tensor: this rank's share; the same size on all ranks. It may be its own place in the output.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        input_tensor: this rank's share; the same size on all ranks. It may be the view of the output that it fills.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        ValueError: sizes or dtypes that do not fit.
+        ValueError: wrong sizes or dtypes.
     """
     return issue(table.ALL_GATHER_SINGLE, group, input_tensor, output_tensor, None, None, async_op)
 
@@ -122,12 +122,12 @@ def gather_single(
 
     Args:
         tensor: this rank's share; the same size on all ranks.
-        gather_tensor: on the destination world_size times the elements of ``tensor``; not looked at elsewhere.
+        gather_tensor: on the destination world_size times the elements of ``tensor``; not used elsewhere.
         dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        ValueError: no ``gather_tensor`` on the destination, or sizes or dtypes that do not fit.
+        ValueError: no ``gather_tensor`` on the destination, or wrong sizes or dtypes.
     """
     if (target := rooted(group, "gather_single", dst, group_dst)) is None:
         return None
@@ -150,10 +150,10 @@ def reduce_scatter_single(
         output: this rank's share.
         input: world_size times the elements of the output; share r goes to rank r.
         op: a ReduceOp; half types accumulate in float32.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        ValueError: sizes or dtypes that do not fit, and as for ``all_reduce``.
+        ValueError: wrong sizes or dtypes, and as for ``all_reduce``.
     """
     return issue(table.REDUCE_SCATTER_SINGLE, group, input, output, op, None, async_op)
 
@@ -177,7 +177,7 @@ def all_to_all_single(
         output_split_sizes: rows of ``output`` from each rank; None for equal shares. Some ranks may give splits and
             others None, as long as what one rank sends another is what that one receives.
         input_split_sizes: rows of ``input`` to each rank; None for equal shares.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
         RuntimeError: rows that do not divide equally, or splits that do not add up to the rows.
@@ -198,13 +198,13 @@ def barrier(
     """Wait until every rank of the group has called this.
 
     Args:
-        group, async_op: as for ``all_reduce``, as is what is returned.
-        device_ids: a list of a GPU's number: the barrier runs on this rank's GPU, after what is queued there. Without
-            it, or if the group carries no CUDA tensors, it is the CPU's.
+        group, async_op: as for ``all_reduce``, and so is the return value.
+        device_ids: a list with a GPU's number: the barrier runs on this rank's GPU, after the calls queued there.
+            Without it, or if the group carries no CUDA tensors, it runs on the CPU.
         timeout: the most to wait; None for the group's own limit.
 
     Raises:
-        TypeError: ``device_ids`` is not a list, or ``timeout`` no timedelta.
+        TypeError: ``device_ids`` is not a list, or ``timeout`` not a timedelta.
         ValueError: a timeout below zero.
         DistBackendError: the time was over first.
     """
@@ -236,13 +236,13 @@ def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool 
     """Gather the tensors of all ranks into a list on every rank.
 
     Args:
-        tensor_list: one output a rank, written in place; sizes may differ from rank to rank.
+        tensor_list: one output for each rank, written in place; sizes may differ from rank to rank.
         tensor: this rank's input; as many elements as every rank's output for this rank.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no list of tensors.
-        ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
+        TypeError: not a list of tensors.
+        ValueError: a list of another length than the group, or wrong dtypes or sizes.
     """
     if tensor_list.__class__ is not list:
         tensor_list = as_tensors(tensor_list, "tensor_list", writable=True)
@@ -261,13 +261,13 @@ def gather(
 
     Args:
         tensor: this rank's input; the same size on all ranks.
-        gather_list: on the destination one output a rank, written in place; None elsewhere.
+        gather_list: on the destination one output for each rank, written in place; None elsewhere.
         dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no tensor, or no list of tensors.
-        ValueError: a list on another rank than the destination, none there, or one that does not fit.
+        TypeError: not a tensor, or not a list of tensors.
+        ValueError: a list on another rank than the destination, none there, or a wrong one.
     """
     if (target := rooted(group, "gather", dst, group_dst)) is None:
         return None
@@ -284,17 +284,17 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Hand each rank its tensor of one rank's list.
+    """Send each rank its tensor of one rank's list.
 
     Args:
         tensor: this rank's output, written in place; the same size on all ranks.
-        scatter_list: on the source one input a rank; None elsewhere.
+        scatter_list: on the source one input for each rank; None elsewhere.
         src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no tensor, or no list of tensors.
-        ValueError: a list on another rank than the source, none there, or one that does not fit.
+        TypeError: not a tensor, or not a list of tensors.
+        ValueError: a list on another rank than the source, none there, or a wrong one.
     """
     if (target := rooted(group, "scatter", src, group_src)) is None:
         return None
@@ -310,13 +310,13 @@ def reduce_scatter(
 
     Args:
         output: this rank's entry of the result, written in place.
-        input_list: one input a rank; entry r has the same size on all ranks, entries may differ in size.
+        input_list: one input for each rank; entry r has the same size on all ranks, entries may differ in size.
         op: a ReduceOp; half types accumulate in float32.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no tensor, or no list of tensors.
-        ValueError: a list of another length than the group, or dtypes or sizes that do not fit.
+        TypeError: not a tensor, or not a list of tensors.
+        ValueError: a list of another length than the group, or wrong dtypes or sizes.
     """
     if input_list.__class__ is not list:
         input_list = as_tensors(input_list, "input_list")
@@ -329,12 +329,12 @@ def all_to_all(
     """Send one tensor to every rank and receive one from each.
 
     Args:
-        output_tensor_list: one output a rank, written in place; sizes may differ.
-        input_tensor_list: one input a rank; sizes may differ.
-        group, async_op: as for ``all_reduce``, as is what is returned.
+        output_tensor_list: one output for each rank, written in place; sizes may differ.
+        input_tensor_list: one input for each rank; sizes may differ.
+        group, async_op: as for ``all_reduce``, and so is the return value.
 
     Raises:
-        TypeError: no lists of tensors.
+        TypeError: not lists of tensors.
         ValueError: lists of another length than the group, or dtypes that differ.
     """
     if output_tensor_list.__class__ is not list:
@@ -350,7 +350,7 @@ def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -
 
 
 def check_root(given: Any, name: str, side: str, pg: Group, root: int) -> bool:
-    """Tell whether this rank is the root, which gives a list; ValueError if it gives none, or another rank one."""
+    """Tell whether this rank is the root; ValueError if the root has no list, or another rank has one."""
     rank = pg.rank()
     if rank != root and given:
         raise ValueError(

@@ -40,7 +40,7 @@ def set_debug_level_from_env() -> None:
 
 
 def scrutinise(level: DebugLevel) -> None:
-    """Have the calls on all groups compared, and looked at for NaN, or not."""
+    """Switch the comparison of calls on all groups, and the check for NaN, on or off."""
     is_nan_checked, is_compared = os.environ.get(nan_check.VARIABLE, "0") == "1", level == DebugLevel.DETAIL
     hooks.compare = fingerprints.check if is_compared else None
     hooks.check_message = nan_check.check_message if is_nan_checked else None
@@ -54,7 +54,7 @@ def check_both(pg: Group, backend: Backend, call: Any) -> None:
     fingerprints.check(pg, backend, call)
 
 
-SKIPPED: dict[tuple[str, int], int] = {}  # how often each line with a breakpoint was passed
+SKIPPED: dict[tuple[str, int], int] = {}  # how often each breakpoint was passed, by its line
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
@@ -63,16 +63,16 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     ``continue`` lets all go on, ``next`` and ``step`` then stop at this rank's next line, ``quit`` ends the job.
 
     Args:
-        rank: which rank's terminal. Launchers forward what is typed to rank 0, unless told otherwise: Open MPI by
+        rank: the rank whose terminal is used. Launchers forward the keyboard to rank 0 by default; others: Open MPI by
             ``mpirun --stdin RANK``; srun forwards to all; MPICH's mpirun to rank 0 only.
-        skip: pass the breakpoint so many times first.
-        timeout_s: no call times out for so many seconds; None leaves the timeouts as they are.
+        skip: how often to pass the breakpoint first.
+        timeout_s: no call times out for this time, in seconds; None leaves the timeouts as they are.
 
     Raises:
-        ValueError: no rank of the default group, or it is not initialised.
-        bdb.BdbQuit: pdb was told to quit; on the rank it was opened on.
+        ValueError: not a rank of the default group, or that is not initialized.
+        bdb.BdbQuit: ``quit``, on the rank that ran pdb.
     """
-    from hpcdist.c10d.debugger import RankDebugger  # not at every start of a program: pdb may look for a terminal
+    from hpcdist.c10d.debugger import RankDebugger  # imported here, because pdb may look for a terminal
 
     caller = sys._getframe(1)
     default = world.default_group()
@@ -97,12 +97,12 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 def stop_requested(group: Group | None = None) -> bool:
     """Tell, on all ranks alike, whether SIGTERM or SIGUSR1 has reached any of them.
 
-    Every rank of the group calls this at the same step, for instance once an iteration: to write a checkpoint
-    and leave before the time limit of the job (Slurm's ``--signal``). A program that calls it is no longer
-    ended by SIGTERM.
+    Every rank of the group calls this at the same step, for instance once an iteration, to write a checkpoint
+    and exit before the time limit of the job (Slurm's ``--signal``). SIGTERM no longer ends a program that
+    calls it.
 
     Args:
-        group: the group that is to agree; None for the default one.
+        group: the group whose ranks agree; None for the default one.
     """
     pg = world.resolve(group)
     mine = 0

@@ -1,7 +1,7 @@
 """``torch.distributed.debug.start_debug_server`` under mpirun and srun.
 
-torch's server finds its ranks by a store and by variables that torchrun sets. If there are none it gets both from the
-default group: rank 0 opens a store of torch's, and the variables are set while the server starts.
+torch's server finds its ranks by a store and by variables that torchrun sets. Without them the default group provides
+both: rank 0 opens a store of torch's, and the variables are set while the server starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.replaced import replace
 
 CALL = "start_debug_server"
-STORES: list[Any] = []  # on rank 0; the servers in them live as long as these do
+STORES: list[Any] = []  # on rank 0; kept, because their servers end with them
 
 
 def open_store() -> int:
@@ -46,14 +46,14 @@ def torchruns_variables() -> Iterator[None]:
         yield
     finally:
         for name in given:
-            os.environ.pop(name, None)  # the block may have removed it
+            os.environ.pop(name, None)  # the code inside may have removed it
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def start_debug_server(stock: Any, *args: Any, **kwargs: Any) -> None:
     """Start torch's server, also without torchrun."""
     launch = environment.detect()
-    is_mpi = WORLD.default is not None and launch is not None and launch.starts_mpi  # nobody serves at the address
+    is_mpi = WORLD.default is not None and launch is not None and launch.starts_mpi  # no server answers at the address
     has_all = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys() and not is_mpi
     with nullcontext() if has_all else torchruns_variables():
         stock(*args, **kwargs)

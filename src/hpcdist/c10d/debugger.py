@@ -1,7 +1,7 @@
-"""Debugger of one rank: pdb on the terminal that the job was started from.
+"""Debugger of one rank: pdb on the terminal from which the job was started.
 
-The launcher forwards a pipe to the standard input of one rank, and whole lines of its output. So the prompt ends its
-line if the input is no terminal; otherwise it would be shown only with the answer.
+The launcher forwards a pipe to the standard input of one rank, and its output line by line. So the prompt ends with a
+newline if the input is not a terminal; otherwise it would be shown only with the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HINT = (
 
 
 class RankDebugger(pdb.Pdb):
-    """pdb of one rank, which stops where it is opened."""
+    """pdb on one rank, which stops at the line that opens it."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RankDebugger(pdb.Pdb):
             self.prompt = f"(Pdb of rank {rank})\n"
 
     def open(self, frame: FrameType) -> None:
-        """Open the prompt at a frame, until it is told to go on; bdb.BdbQuit if it was told to quit."""
+        """Open the prompt at a frame, until a command continues the program; bdb.BdbQuit for ``quit``."""
         self.message(f"\n!!! ATTENTION !!!\n\nThis is rank {self.rank}, in the line that called breakpoint.")
         if not self.has_terminal:
             self.message(HINT.format(rank=self.rank))
@@ -42,14 +42,14 @@ class RankDebugger(pdb.Pdb):
             raise bdb.BdbQuit
 
     def go_on(self, frame: FrameType) -> None:
-        """Step or run on as it was told, from the frame's next line."""
+        """Step or continue, as the last command says, from the frame's next line."""
         if self.has_input and (self.stoplineno != -1 or self.breaks):
             for each, _ in walk_stack(frame):
                 each.f_trace = self.trace_dispatch
             sys.settrace(self.trace_dispatch)
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Go on: the launcher forwards no input to this rank."""
+        """Continue: the launcher forwards no input to this rank."""
         self.has_input = False
         self.message(f"rank {self.rank} has no input, and goes on")
         return self.do_continue(arg)

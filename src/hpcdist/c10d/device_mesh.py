@@ -1,7 +1,7 @@
 """Device meshes: ranks laid out in several dimensions.
 
-``DeviceMesh`` is torch's class, so that DTensor, FSDP2, tensor parallel and DCP take a mesh of the facade for one of
-theirs. On our groups every dimension of it is one MPI_Comm_split (``hpcdist.torch_bridge``), whoever asks for it.
+``DeviceMesh`` is torch's class, so that DTensor, FSDP2, tensor parallel and DCP accept a mesh of the facade. On our
+groups each of its dimensions is one MPI_Comm_split (``hpcdist.torch_bridge``), also if torch's libraries make the mesh.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: Any = None,
 ) -> DeviceMesh:
-    """Lay the ranks of the default group out in several dimensions; every rank calls this.
+    """Arrange the ranks of the default group in several dimensions; every rank calls this.
 
     Makes the default group first if there is none.
 
     Args:
-        device_type: of the tensors that will be sent, ``"cpu"`` or ``"cuda"``; without an index.
-        mesh_shape: how many ranks each dimension has; rank 0 first, the last dimension running fastest.
-        mesh_dim_names: a name for each dimension, by which slices are taken: ``mesh["tp"]``.
+        device_type: that of the tensors, ``"cpu"`` or ``"cuda"``, without an index.
+        mesh_shape: the number of ranks in each dimension; ranks are numbered in row-major order.
+        mesh_dim_names: a name for each dimension, for slices: ``mesh["tp"]``.
         backend_override: as in c10d: another backend or options for some dimensions.
 
     Returns:
         The mesh (``torch.distributed.device_mesh.DeviceMesh``).
 
     Raises:
-        RuntimeError: names that do not fit, a mesh larger than the world, or a default group that torch does not know.
+        RuntimeError: wrong names, a mesh larger than the world, or a default group that torch does not know.
     """
     if WORLD.default is None and not torch.distributed.is_initialized():
         init_process_group()
@@ -59,7 +59,7 @@ def init_device_mesh(
 def make_dimension(ranks_per_subgroup: list[list[int]], description: str, is_sorted: bool) -> Any:
     """Make the groups of one dimension in one step and return this rank's, or None.
 
-    Unless ``is_sorted`` the ranks of each are numbered as they stand there (``preserve_rank_order``, since torch 2.15).
+    Unless ``is_sorted`` the ranks of each are numbered in the order given (``preserve_rank_order``, since torch 2.15).
     """
     default = default_group()
     subgroups = [check_ranks(ranks, is_sorted, default.size()) for ranks in ranks_per_subgroup]

@@ -1,4 +1,4 @@
-"""Fingerprints of calls: the check, at the debug level DETAIL, that all ranks call the same collective.
+"""Fingerprints of calls: at the debug level DETAIL, they show whether all ranks call the same collective.
 
 Before each collective the ranks gather a description of the call from every rank. If they do not agree, every rank
 raises an error that names the ranks that differ and how.
@@ -18,9 +18,9 @@ from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import EXCHANGES, scaled
 
-Fingerprint = dict[str, Any]  # what a rank's call looks like to the others, by the names that the error has for it
+Fingerprint = dict[str, Any]  # the description of a rank's call, by the names that the error uses
 CALL = "Op type"
-# what is compared among ranks that call the same collective; counts are compared by pairs of ranks
+# compared among ranks that call the same collective; counts are compared by pairs of ranks
 COMPARED = ("Sequence number", "Tensor sizes", "Tensor dtypes", "Tensor device types", "Reduce op", "Root rank")
 
 
@@ -35,7 +35,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         return found
     if counts is None and row in EXCHANGES:  # the shares are equal
         counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
-    if tensor.is_complex() and not row.reduces:  # moved as its real and imaginary parts, which another rank may give
+    if tensor.is_complex() and not row.reduces:  # moved as its parts, which another rank may have given
         tensor = torch.view_as_real(tensor)
         counts = counts and scaled(counts, 2)
     # only the root of a scatter sends: the other ranks receive one share of it
@@ -67,14 +67,14 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
 
 
 def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
-    """Return by aspect which ranks have which value, if they differ; none can be equal if the calls are not."""
+    """Return, by aspect, which ranks have which value, if they differ; only the calls' names if these differ."""
     values = {name: by_value(str(each.get(name)) for each in prints) for name in (CALL, *COMPARED)}
     found = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
     return {CALL: found[CALL]} if CALL in found else found
 
 
 def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
-    """Return which ranks disagree about the share of each rank in a call with counts."""
+    """Return the pairs of ranks that disagree about a share in a call with counts."""
     counts = [each["Counts"] for each in prints if each.get("Counts") is not None]
     if prints[0].get("Counts") is None:
         return {}
@@ -98,7 +98,7 @@ def text_of(each: Fingerprint) -> str:
 
 
 def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[str, list[int]]]) -> str:
-    """Return the error's text: c10d's sentence, then for each aspect which ranks have what."""
+    """Return the error's text: c10d's sentence, then for each aspect the ranks of each value."""
     own, mine = pg.rank(), prints[pg.rank()]
     others = [rank for rank, each in enumerate(prints) if each != mine]
     other = next((rank for rank in others if prints[rank][CALL] != mine[CALL]), next(iter(others), own))

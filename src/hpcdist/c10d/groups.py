@@ -1,7 +1,7 @@
-"""Making of groups: ``new_group``, ``new_subgroups`` and ``split_group``.
+"""Creation of groups: ``new_group``, ``new_subgroups`` and ``split_group``.
 
-However many groups are made at once, it is one step: ``MPI_Comm_split`` under MPI. Unless said otherwise every rank of
-the default group calls, also those that will not be members.
+All groups of a call are made in one step, ``MPI_Comm_split`` under MPI. Unless stated otherwise every rank of the
+default group calls, also those that will not be members.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
 
     Raises:
         TypeError: a timeout that is not a timedelta.
-        ValueError: one below zero; a group that this rank is not in, or no live one.
+        ValueError: a negative one; a group that this rank is not in, or that is not live.
     """
     member(group).set_timeout(timeout)
 
@@ -63,11 +63,11 @@ def new_group(
         ranks: global ranks; None for all.
         timeout: the limit of each call on the group, once it is made; None for the default group's.
         backend: a backend string; None for the default group's.
-        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
+        pg_options: c10d's options of the backend, or options of a backend of ``Backend.register_backend``.
         use_local_synchronization: only the members call (``MPI_Comm_create_group``).
-        group_desc: what the group is for.
-        device_id: the device that the group is bound to.
-        sort_ranks: number the group's ranks in ascending order of ``ranks``; otherwise in the order given.
+        group_desc: a description of the group.
+        device_id: the device to which the group is bound.
+        sort_ranks: number the group's ranks in ascending order of ``ranks``; if False in the order given.
 
     Returns:
         The ProcessGroup; on other ranks ``GroupMember.NON_GROUP_MEMBER``, or None with
@@ -108,10 +108,10 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Divide a group into subgroups of equal size, in one step however many they are.
+    """Divide a group into subgroups of equal size, all in one step.
 
     Args:
-        group_size: ranks in each; None for one subgroup a node.
+        group_size: the number of ranks of each; None for one subgroup for each node.
         group: the group to divide; None for the default one.
         timeout, backend, pg_options, group_desc: as for ``new_group``.
 
@@ -120,7 +120,7 @@ def new_subgroups(
         ``NON_GROUP_MEMBER`` for the others.
 
     Raises:
-        ValueError: a size that is not positive, exceeds or does not divide the group's.
+        ValueError: a size that is not positive, or does not divide the group's.
     """
     parent = world.resolve(group)
     if group_size is None:
@@ -150,10 +150,10 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Make disjoint subgroups, in one step however many they are.
+    """Make disjoint subgroups, all in one step.
 
     Args:
-        ranks_per_subgroup_list: the global ranks of each; no rank in two, some may be in none.
+        ranks_per_subgroup_list: the global ranks of each; a rank is in one or in none.
         timeout, backend, pg_options, group_desc: as for ``new_group``.
 
     Returns:
@@ -181,15 +181,15 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Split a group into disjoint subgroups in one step; every rank of the parent calls, and nobody else.
+    """Split a group into disjoint subgroups in one step; every rank of the parent calls, and no other.
 
     Args:
         parent_pg: the group to split; None for the default one.
         split_ranks: for each subgroup, ranks of the parent.
         timeout: the limit of each call on the subgroup; None for the parent's.
-        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
-        group_desc: what the groups are for; by default the parent's description and ``:split:``.
-        backend: a part of the parent's backend string, to keep only those.
+        pg_options: c10d's options of the backend, or options of a backend of ``Backend.register_backend``.
+        group_desc: a description of the groups; by default the parent's description and ``:split:``.
+        backend: a part of the parent's backend string, to keep only these backends.
 
     Returns:
         This rank's subgroup, or None.
@@ -211,7 +211,7 @@ def split_group(
 
 
 def check_kept(parent: Group, backend: str) -> None:
-    """Raise if a backend string names something that the parent does not have."""
+    """Raise if a backend string names a device type or backend that the parent does not have."""
     carried = {device: each.name for device, each in parent.backends.items()}
     for device, name in BackendConfig(backend).get_device_backend_map().items():
         if ":" not in backend and device not in carried:
@@ -224,7 +224,7 @@ def check_kept(parent: Group, backend: str) -> None:
 
 
 def check_subgroups(lists: Iterable[Any], size: int) -> list[list[int]]:
-    """Return the ranks of each subgroup, sorted and checked, of which none is in two."""
+    """Return the ranks of each subgroup, sorted, checked and disjoint."""
     if not isinstance(lists, Iterable):
         raise TypeError(
             f"subgroups are {shown(lists)} of type {type(lists).__name__}; expected a list of lists of ints"
@@ -250,8 +250,8 @@ def make(
 ) -> ProcessGroup | None:
     """Make disjoint subgroups of a group in one step; every rank of the parent calls.
 
-    ``is_local`` says that only the parent's ranks call, so that names come from the ranks and not from the
-    count that all processes keep in step.
+    With ``is_local`` only the parent's ranks call, so that names are made from the ranks, not from the count of groups
+    that all processes share.
     """
     parent.any_backend()  # raises if the parent has ended
     limit, before, before_locally = timeout or parent.timeout, WORLD.made, parent.named.copy()
@@ -282,7 +282,7 @@ def make(
         if index is None:
             return None
         ranks = subgroups[index]
-        # ranks may give their own subgroups and not the others', so that two have one name
+        # ranks may give only their own subgroups, so that two may have one name
         store = PrefixStore(f"group-{names[index]}-{min(ranks)}-{name}", store)
         bootstrap = Bootstrap(ranks.index(parent.rank()), len(ranks), limit, store=store, options=options)
         peer = next((each for each in made.values() if each is not None), None)
@@ -294,7 +294,7 @@ def make(
                 parents = by_name.get(name)
                 made[name] = connect_over_store(name) if parents is None else parents.split(subgroups, names, limit)
     except MismatchError:
-        parent.named = before_locally  # ranks that gave other lists, or made another call, have counted otherwise
+        parent.named = before_locally  # ranks that gave other lists, or made another call, have another count
         WORLD.made = before
         raise
     if index is None:
@@ -306,6 +306,6 @@ def make(
 
 
 def logged(group: ProcessGroup) -> ProcessGroup:
-    """Return a group that was made, and log it."""
+    """Log a new group, and return it."""
     LOG.debug("made of ranks %s, timeout %s", [*group.ranks], group.timeout, extra={"group": group.group_name})
     return group

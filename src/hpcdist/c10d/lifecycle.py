@@ -49,31 +49,31 @@ def init_process_group(
 ) -> None:
     """Make the default group; every process of the job calls this.
 
-    Without arguments the launcher decides: MPI under mpirun and srun, a store under torchrun, and one process
-    if there is no launcher.
+    Without arguments the launcher decides: MPI under mpirun and srun, a store under torchrun, and a world of one
+    process without a launcher.
 
     Args:
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"``, a name given to
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
-        init_method: where to find the others without MPI: ``env://``, ``tcp://host:port``,
-            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. By default what
-            HPCDIST_INIT_METHOD says, if anything.
+        init_method: how the processes find each other without MPI: ``env://``, ``tcp://host:port``,
+            ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. The default is that of
+            the variable HPCDIST_INIT_METHOD, if it is set.
         timeout: the limit of each call; 30 minutes by default.
-        world_size, rank: how many processes and which one, where no launcher and no MPI says so.
-        store: the store to find the others through, in place of ``init_method``.
-        group_name: taken as c10d takes it, and ignored.
-        pg_options: c10d's options of the backend, or those of one given to ``Backend.register_backend``.
+        world_size, rank: the number of processes and this one's number, if neither a launcher nor MPI gives them.
+        store: the store by which the processes find each other, in place of ``init_method``.
+        group_name: accepted as in c10d, and ignored.
+        pg_options: c10d's options of the backend, or options of a backend of ``Backend.register_backend``.
         device_id: the GPU of this process; binds it and connects NCCL at once.
-        _ranks: what the default group's name is made from, where this world is a part of a larger one.
+        _ranks: the source of the default group's name, if this world is a part of a larger one.
         enable_reconfigure: not supported (c10d's since torch 2.14, private); ``elastic`` replaces ranks.
-        comm: an mpi4py communicator to make the world of, in place of MPI.COMM_WORLD. It is duplicated;
+        comm: an mpi4py communicator that becomes the world, in place of MPI.COMM_WORLD. It is duplicated;
             every rank of it calls this.
         bridge: make this world ``torch.distributed``'s too, so that DDP, FSDP2, DTensor … use it. None means
             yes unless ``HPCDIST_BRIDGE=0``; a ``torch.distributed`` that is initialised already is left as it is.
 
     Raises:
-        ValueError: called twice, or an unknown backend, or a rank or size that does not fit, or HPCDIST_LOG names
-            no level.
+        ValueError: called twice, an unknown backend, a wrong rank or size, or a value of HPCDIST_LOG that is not a
+            level.
         TypeError: a timeout that is not a timedelta, or a store, comm or device of another type.
         RuntimeError: ``enable_reconfigure``, a rank or size that is not an integer, or an ``init_method`` that is not a
             string or has an unknown scheme.
@@ -120,17 +120,17 @@ def init_process_group(
 
 
 def forget_aborted() -> None:
-    """Forget a default group that was aborted, so that an init may follow without a destroy, as c10d's may."""
+    """Remove a default group that was aborted, so that an init may follow without a destroy, as in c10d."""
     default = WORLD.default
     if isinstance(default, ProcessGroup) and default.is_aborted():
         WORLD.clear()
 
 
 def prepare(reconfigures: bool) -> None:
-    """Take note of the variables that decide about calls, before the processes look for each other.
+    """Read the variables that decide about calls, before the processes look for each other.
 
-    Raises ValueError if one has an invalid value, and RuntimeError if the group's ranks are to be replaced by torch's
-    private ``_reconfigure`` (since torch 2.14): nothing has changed, and this rank may begin once more.
+    Raises ValueError if one has an invalid value, and RuntimeError for torch's private ``_reconfigure`` (since torch
+    2.14). Then nothing has changed, and this rank may call init again.
     """
     if reconfigures:
         raise RuntimeError(
@@ -152,9 +152,9 @@ def make_default_group(
     store: Store | None,
     is_shown: bool = False,
 ) -> ProcessGroup:
-    """Make the default group, and find that its ranks share their settings; if ``is_shown``, torch.distributed's too.
+    """Make the default group, with ``is_shown`` torch.distributed's too, and check that its ranks' settings are equal.
 
-    Whatever raises, on every rank if the settings differ, no default group is left behind.
+    If a step raises, as it does on every rank if the settings differ, no default group stays.
     """
     before = hooks.reproducible
     for each in watchdog.RUNNING:
@@ -187,7 +187,7 @@ def make_default_group(
 
 
 def watch(group: ProcessGroup) -> None:
-    """Have a default group's calls watched, and this process's end; every rank of the group calls this."""
+    """Start the watchdog of a default group and the handling of this process's end; every rank of the group calls."""
     watchdog.watch(group)
     EXIT.register()
     EXIT.backend, EXIT.limit = group.any_backend(), group.timeout.total_seconds()
@@ -198,7 +198,7 @@ def choose(
 ) -> str:
     """Return the backend string if the caller gave none."""
     over_mpi = comm is not None or is_mpi(launch)
-    has_others = rank > 0 or world_size > 1 or environment.names_others()  # if the caller started the processes
+    has_others = rank > 0 or world_size > 1 or environment.names_others()  # unless the caller started the processes
     if store is not None or (init_method is not None and not init_method.startswith(("mpi:", "env:"))):
         over_mpi = store is None and is_of_mpi(init_method, rank, world_size)
     elif not over_mpi and launch is None and init_method is None and not has_others:
@@ -210,7 +210,7 @@ def choose(
 
 
 def is_of_mpi(url: str | None, rank: int, world_size: int) -> bool:
-    """Tell whether a rank and size are those of the MPI that the program has started: it took them from mpi4py."""
+    """Tell whether a rank and size are those of MPI, which the program has started: it took them from mpi4py."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
         return False
@@ -244,7 +244,7 @@ def has_device(kind: str) -> bool:
 
 
 def limited(device_backends: dict[str, str], comm: Any, limit: timedelta) -> AbstractContextManager[None]:
-    """Limit how long MPI waits for all ranks until the default group is watched; a store has a limit of its own."""
+    """Limit the time that MPI waits for all ranks until the watchdog runs; a store has a limit of its own."""
     if comm is None and Backend.MPI not in device_backends.values():
         return nullcontext()
     from hpcdist.backends.mpi.process import runtime
@@ -252,7 +252,7 @@ def limited(device_backends: dict[str, str], comm: Any, limit: timedelta) -> Abs
     return runtime.limited(limit)
 
 
-FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # by themselves they find their ranks over MPI under mpirun
+FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # alone, each finds its ranks over MPI under mpirun
 
 
 def find_peers(
@@ -265,7 +265,7 @@ def find_peers(
     comm: Any,
     timeout: timedelta,
 ) -> Bootstrap:
-    """Find the other processes, by MPI if a backend needs it and by a store otherwise."""
+    """Connect the processes, by MPI if a backend needs it, else by a store."""
     names = set(device_backends.values())
     if "loopback" in names:
         check_loopback(launch, world_size)
@@ -291,7 +291,7 @@ def find_peers(
 
 
 def check_loopback(launch: environment.Launch | None, world_size: int) -> None:
-    """Raise if a world of one process is asked for in one of several, and the caller does not say that it is one."""
+    """Raise for a world of one process in a job of several, unless the caller gave ``world_size=1``."""
     if world_size > 1:
         raise ValueError(f"backend 'loopback' is one process; world_size is {world_size}")
     if world_size == -1 and launch is not None and launch.size > 1:
@@ -302,11 +302,11 @@ def check_loopback(launch: environment.Launch | None, world_size: int) -> None:
 
 
 def check_device(device_id: torch.device | int | None) -> torch.device | None:
-    """Return ``device_id`` as a device; ValueError if this machine does not have it, TypeError if it is none."""
+    """Return ``device_id`` as a device; ValueError if this machine has no such device, TypeError for other values."""
     if device_id is None:
         return None
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()  # that this torch is built for
+        accelerator = torch.accelerator.current_accelerator()  # if this torch is built for it
         device = torch.device("cuda" if accelerator is None else accelerator.type, device_id)
     elif isinstance(device_id, torch.device):
         device = device_id
@@ -328,10 +328,10 @@ def check_device(device_id: torch.device | int | None) -> torch.device | None:
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Free a group's communicators; every rank of it calls this. One that was aborted is forgotten.
+    """Free a group's communicators; every rank of it calls this. An aborted group is only removed.
 
-    On this rank, receives that wait for a message raise, and calls of other threads but daemons are waited for. If one
-    group cannot be freed the others are all the same; the first error is raised then.
+    On this rank, receives that wait for a message raise, and the call waits for the calls of other threads, except
+    daemon threads. If one group cannot be freed the others still are; the first error is raised then.
 
     Args:
         group: the group; None or the default group destroys all, and ``init_process_group`` may follow.

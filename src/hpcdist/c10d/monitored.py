@@ -1,9 +1,9 @@
-"""Monitored barrier: waits until every rank of a group is here, or says which are not.
+"""Monitored barrier: waits until every rank of a group has come, or names the ranks that have not.
 
-Each rank sends rank 0 that it is here, and in which of its calls. When rank 0 has received from all, it asks each
-whether it is still there, because one that has given up meanwhile has left its message behind. When all have answered,
-it releases them. Otherwise it sends all of them that it has given up: those that wait, so that they need not, and those
-that come later, so that they do not count for the next barrier.
+Each rank sends rank 0 a message with the number of its call. When rank 0 has received one from all, it asks each
+whether it still waits, because a rank that has given up meanwhile cannot take its message back. When all have answered,
+rank 0 releases them. Otherwise it sends all of them that it has given up: to ranks that wait, to release them, and to
+ranks that come later, so that they do not count for the next barrier.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BARRIER_TAG = FIRST_KEPT
 
 
 class Kind(IntEnum):
-    """What a message between rank 0 and another rank means."""
+    """The meaning of a message between rank 0 and another rank."""
 
     HERE = 1  # to rank 0: in a call
     ASKED = 2  # to the rank: still in this call?
     STAYS = 3  # to rank 0: yes
-    GO = 4  # to the rank: all are here
+    GO = 4  # to the rank: all have come
     GAVE_UP = 5  # to the rank: not all came
 
 
@@ -47,27 +47,27 @@ class BarrierMessage(NamedTuple):
     """A message between rank 0 and another rank."""
 
     kind: int  # a ``Kind``
-    call: int  # which call of the other rank it is about
-    barrier: int = 0  # which call of rank 0 it belongs to; 0 if the other rank does not know
-    sequence: int = 0  # how many collectives rank 0 had called
+    call: int  # the number of the other rank's call
+    barrier: int = 0  # the number of rank 0's call; 0 if the other rank does not know it
+    sequence: int = 0  # the number of collectives that rank 0 had called
 
 
 def monitored_barrier(
     group: Group | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait until every rank of a group is here, or say which are not.
+    """Wait until every rank of a group has called this, or name the ranks that have not.
 
-    Every rank of the group calls this; rank 0 receives a message from each and answers it. A rank that comes after
-    rank 0 has given up gets this answer at once, and is not taken for one that has come to the next barrier. Unlike
-    c10d's it works on every backend that carries CPU tensors.
+    Every rank of the group calls this; rank 0 receives a message from each and answers it. A rank that calls after
+    rank 0 has given up gets this answer at once, and does not count for the next barrier. Unlike c10d's it works
+    on every backend that carries CPU tensors.
 
     Args:
         group: the group; None for the default one.
-        timeout: how long to wait; None for the group's.
-        wait_all_ranks: name all ranks that did not come, not only the first.
+        timeout: the longest wait; None for the group's limit.
+        wait_all_ranks: name all missing ranks, not only the first.
 
     Raises:
-        DistBackendError: a rank did not come in time; on rank 0 it says which.
+        DistBackendError: a rank did not call in time; rank 0's error names it.
         TypeError: a timeout that is neither a timedelta nor a number of seconds.
     """
     if (pg := world.member_group(group, "monitored_barrier")) is None:
@@ -79,8 +79,8 @@ def monitored_barrier(
     seconds = min(given, LONGEST_TIMEOUT.total_seconds())
     backend = pg.any_backend()
     backend.settle()
-    # it keeps a limit of its own, so that the watchdog does not end it, and is not counted: ranks that miss a barrier
-    # are still in step with those that gave it up
+    # it has a limit of its own, so that the watchdog does not end it, and is not counted: ranks that miss a barrier
+    # are still in step with the others
     record = (pg.journal, pg.journal.sequence, "monitored_barrier", None, None, None)
     with pg.journal.blocking(record, limit=0.0):
         if backend.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks):
@@ -96,7 +96,7 @@ setattr(Group, "monitored_barrier", monitored_barrier)  # noqa: B010  # c10d's m
 
 
 def is_in_time(work: Work, deadline: float) -> bool:
-    """Wait for a message, looking at it again and again; False when the time is over first."""
+    """Poll a message until it has arrived; False if the time is over first."""
     return wait_until(work.is_completed, deadline - time.monotonic()) and work.exception() is None
 
 
@@ -120,9 +120,9 @@ def receive(backend: Backend, peer: int, deadline: float) -> BarrierMessage | No
 
 def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> None:
     """Receive from every other rank, then answer each; the part of rank 0."""
-    if seconds <= 0 and pg.size() > 1:  # no rank had time to be late
+    if seconds <= 0 and pg.size() > 1:  # with no time, no rank could be late
         raise DistBackendError(f"[Rank {pg.ranks[0]}]: Rank {pg.ranks[0]} timed out in monitoredBarrier after 0 ms")
-    calls, sequence = pg.journal.monitored, pg.journal.sequence  # of each rank the last call that is known
+    calls, sequence = pg.journal.monitored, pg.journal.sequence  # the last known call of each rank
     barrier = calls[0] = calls.get(0, 0) + 1
     backend, others = pg.any_backend(), range(1, pg.size())
     came: set[int] = set()
@@ -134,7 +134,7 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
                 came.add(rank)
                 if not is_asked:
                     return True
-                # the message before was of a call that it has left
+                # the previous message was of a call that the rank has left
                 send(backend, rank, Kind.ASKED, message.call, barrier)
             elif is_asked and message.kind == Kind.STAYS and message.barrier == barrier:
                 return True
@@ -149,7 +149,7 @@ def lead(pg: Group, deadline: float, seconds: float, wait_all_ranks: bool) -> No
         with suppress(DistBackendError):  # it has died
             if not missing:
                 send(backend, rank, Kind.GO, calls[rank], barrier)
-            else:  # one that has not come yet comes with its next call
+            else:  # a rank that has not come yet will come with its next call
                 call = calls.get(rank, 0) + (rank not in came)
                 send(backend, rank, Kind.GAVE_UP, call, barrier, sequence)
     if missing:
@@ -167,7 +167,7 @@ def absent(is_present: Callable[[int], bool], ranks: Iterable[int], are_all_name
 
 
 def follow(pg: Group, deadline: float) -> None:
-    """Send rank 0 that this rank is here, and wait for its answer; the part of the others."""
+    """Send rank 0 a message and wait for its answer; the part of the other ranks."""
     calls, sequence = pg.journal.monitored, pg.journal.sequence
     call = calls[pg.rank()] = calls.get(pg.rank(), 0) + 1
     backend = pg.any_backend()
@@ -189,7 +189,7 @@ def follow(pg: Group, deadline: float) -> None:
 
 
 def whereabouts_of(pg: Group, ranks: list[int]) -> str:
-    """Return where ranks of a group are, as they answer themselves, or which of them MPI knows to have died."""
+    """Return the positions of ranks, as they answer themselves, or which of them have died according to MPI."""
     if not RUNNING:
         return ""
     asked, dead = [pg.ranks[rank] for rank in ranks], [pg.ranks[rank] for rank in pg.any_backend().faults.failed()]

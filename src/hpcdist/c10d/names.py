@@ -61,13 +61,13 @@ class Backend(str):
     def register_backend(
         cls, name: str, func: Callable[..., Any], extended_api: bool = False, devices: str | list[str] | None = None
     ) -> None:
-        """Make a c10d backend known under a name.
+        """Register a c10d backend under a name.
 
         Args:
-            name: what ``init_process_group`` will be given.
-            func: makes a c10d backend of ``(store, rank, world_size, timeout)``, or with ``extended_api`` of
+            name: the name for ``init_process_group``.
+            func: makes a c10d backend from ``(store, rank, world_size, timeout)``, or with ``extended_api`` from
                 ``(options, pg_options)``.
-            extended_api: which of the two ``func`` takes.
+            extended_api: the arguments of ``func``, see above.
             devices: the device types that it carries; None, with a warning, for cpu and cuda.
         """
         lower = name.lower()
@@ -92,7 +92,7 @@ class Backend(str):
 
 
 class BackendConfig:
-    """Which backend carries which device type: ``"mpi"``, or ``"cpu:mpi,cuda:nccl"``.
+    """The backend of each device type: ``"mpi"``, or ``"cpu:mpi,cuda:nccl"``.
 
     Raises:
         ValueError: a string that is neither a name nor pairs of device and name.
@@ -123,7 +123,7 @@ class BackendConfig:
             self.device_backend_map = {"cpu": text, "cuda": text, "xpu": text}
 
     def __repr__(self) -> str:
-        """Return all the pairs separated by commas."""
+        """Return all pairs, separated by commas."""
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
     def get_device_backend_map(self) -> dict[str, str]:
@@ -155,7 +155,7 @@ supports_complex = c10d.supports_complex
 
 
 def is_mpi_available() -> bool:
-    """Tell, without initialising MPI, whether backend "mpi" works: an MPI library is there, and so is its launcher."""
+    """Tell, without initializing MPI, whether backend "mpi" works: there are an MPI library and its launcher."""
     if find_spec("mpi4py") is None:
         return False
     try:
@@ -169,7 +169,7 @@ def is_mpi_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Tell whether nccl4py is installed, or torch has RCCL, and there is a GPU to use it on."""
+    """Tell whether nccl4py is installed, or torch has RCCL, and there is a GPU."""
     if torch.version.hip is not None:
         return c10d.is_nccl_available() and torch.cuda.is_available()
     return "nccl" in registry.ENTRIES and find_spec("nccl") is not None and torch.cuda.is_available()
@@ -181,7 +181,7 @@ def is_ucc_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """Tell whether this torch has XCCL and there is a GPU to use it on."""
+    """Tell whether this torch has XCCL and there is a GPU."""
     return hasattr(torch, "xpu") and torch.xpu.is_available() and c10d.is_xccl_available()
 
 
@@ -202,14 +202,14 @@ AVAILABLE: dict[str, Callable[[], bool]] = {
 
 
 def is_backend_available(backend: str) -> bool:
-    """Tell whether a backend, or every one of a string of pairs, can be used here."""
+    """Tell whether a backend, or each backend of a string of pairs, can be used here."""
     text = backend.lower()
     names = parse_pairs(text).values() if ":" in text else [text]
     return all(AVAILABLE[name]() if name in AVAILABLE else name in registry.PLUGINS for name in names)
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the backend that would carry a device's tensors in this process as it was launched.
+    """Return the backend that would carry a device's tensors in this process, which depends on the launcher.
 
     For the CPU that is MPI, or gloo if the launcher (torchrun) starts no MPI.
 

@@ -1,4 +1,4 @@
-"""NaN check: refuses to send a tensor that holds NaN, before it spreads, if TORCH_DIST_NAN_CHECK=1 (torch's, 2.14)."""
+"""NaN check: an error before a tensor with NaN is sent, if TORCH_DIST_NAN_CHECK=1 (torch's, since 2.14)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ VARIABLE = "TORCH_DIST_NAN_CHECK"
 
 
 def check(pg: Group, backend: Backend, call: Call | str) -> None:
-    """Look at what a collective is about to send from this rank; ``call`` is a name for one that moves objects."""
+    """Check the tensors that a collective is about to send; ``call`` is a name for one that moves objects."""
     if isinstance(call, str) or call.send is None or (call.row is BROADCAST and call.root != pg.rank()):
-        return  # a buffer that is only received into may hold anything
-    backend.settle()  # a queued call may still write what is looked at
+        return  # an output may hold any values
+    backend.settle()  # a queued call may still write to it
     is_list = call.row is ALL_REDUCE and call.send is call.recv and call.result
     for tensor in call.result if is_list and call.result else [call.send]:
         refuse_nan(pg, f"{call.row.name} #{pg.journal.sequence + 1}", tensor)
 
 
 def check_message(pg: Group, name: str, peer: int, tensor: torch.Tensor) -> None:
-    """Look at a message before it is sent; ``peer`` is a rank of the group."""
+    """Check a message before it is sent; ``peer`` is a rank of the group."""
     refuse_nan(pg, f"{name} to rank {pg.ranks[peer]}", tensor)
 
 
 def refuse_nan(pg: Group, call: str, tensor: Any) -> None:
-    """Raise RuntimeError, c10d's class for it, if a tensor holds NaN; the host waits for a GPU's answer.
+    """Raise RuntimeError, as c10d does, if a tensor holds NaN; for a GPU's tensor the host waits.
 
-    Sums of complex numbers, all_reduce aside, are sums of pairs of real ones, and are named as such.
+    Sums of complex numbers, except all_reduce's, are sums of pairs of real numbers, and are named so.
     """
     dtype = tensor.dtype
     if not (dtype.is_floating_point or dtype.is_complex) or (

@@ -1,13 +1,13 @@
 """Object collectives and messages.
 
-Every rank of the group calls the collective ones. Objects are pickled, and unpickling runs code: take them
-from ranks that you trust, which the ranks of your own job are. Over MPI they go by pickle protocol 5 with
-out-of-band buffers, so that arrays inside are not copied into the pickle, and may be larger than 2 GiB.
+Every rank of the group calls the collective ones. Objects are pickled, and unpickling runs code: receive them
+only from ranks that you trust, such as those of your own job. Over MPI they are sent by pickle protocol 5 with
+out-of-band buffers: arrays inside are not copied into the pickle, and may be larger than 2 GiB.
 
-With ``weights_only=True`` (c10d's since torch 2.14) a rank writes its objects by ``torch.save`` and reads what it
-receives by ``torch.load(weights_only=True)``, which runs no code of the sender's: tensors, numbers, texts, containers
-of such, and classes given to ``torch.serialization.add_safe_globals``. It refuses the rest, ordinary pickles among it.
-Give it on all ranks. If ranks differ, each reads as it says itself; one with False still reads what the others send.
+With ``weights_only=True`` (c10d's since torch 2.14) a rank writes its objects by ``torch.save`` and reads received ones
+by ``torch.load(weights_only=True)``, which runs no code of the sender's: tensors, numbers, texts, containers of these,
+and classes given to ``torch.serialization.add_safe_globals``. It refuses everything else, including ordinary pickles.
+Give it on all ranks. If ranks differ, each rank's own value decides how it reads; with False it reads both forms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcdist.core.group import Group
 
 
 def check_list(value: Any, name: str, length: int, what: str, is_read: bool = False) -> None:
-    """Raise if an argument is not a list, or is too short; what is only read may be a tuple, as c10d takes it."""
+    """Raise if an argument is not a list, or is too short; an input may be a tuple, as in c10d."""
     if not isinstance(value, list) and not (is_read and isinstance(value, tuple)):
         raise TypeError(f"`{name}` is of type {type(value).__name__}; expected a list{' or a tuple' * is_read}")
     if len(value) < length:
@@ -34,15 +34,15 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
     """Gather every rank's object into ``object_list`` on all ranks.
 
     Args:
-        object_list: the output, one entry a rank, written in place.
+        object_list: the output, one entry for each rank, written in place.
         obj: this rank's picklable object.
         group: the group; None for the default one.
-        weights_only: read nothing but tensors, plain values and registered classes (see this module).
+        weights_only: read only tensors, plain values and registered classes (see this module).
 
     Raises:
-        TypeError: no list, or an object that cannot be pickled.
+        TypeError: not a list, or an object that cannot be pickled.
         ValueError: a list shorter than the group.
-        UnpicklingError: with ``weights_only``, what could run code.
+        UnpicklingError: with ``weights_only``, an object that could run code.
     """
     if (pg := world.member_group(group, "all_gather_object")) is None:
         return
@@ -64,7 +64,7 @@ def gather_object(
 
     Args:
         obj: this rank's picklable object.
-        object_gather_list: on the destination the output, one entry a rank; None elsewhere.
+        object_gather_list: on the destination the output, one entry for each rank; None elsewhere.
         dst, group_dst: the destination as a global rank or as a rank of the group; rank 0 if neither is given.
         group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
@@ -95,11 +95,11 @@ def broadcast_object_list(
     Args:
         object_list: picklable objects on the source; elsewhere the output, a list of the same length.
         src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
-        device: taken as c10d takes it; the group's backend says where the bytes travel.
+        device: accepted as in c10d; the group's backend decides which device sends the bytes.
         group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
-        TypeError: no list, or an object that cannot be pickled.
+        TypeError: not a list, or an object that cannot be pickled.
         RuntimeError: lists of different lengths.
     """
     if (target := rooted(group, "broadcast_object_list", src, group_src)) is None:
@@ -125,16 +125,16 @@ def scatter_object_list(
     group_src: int | None = None,
     weights_only: bool = False,
 ) -> None:
-    """Hand each rank its object of one rank's list, as entry 0 of the output list.
+    """Send each rank its object of one rank's list; it becomes entry 0 of the output list.
 
     Args:
         scatter_object_output_list: the output, of at least one entry; the first is written.
-        scatter_object_input_list: on the source one picklable object a rank; not looked at elsewhere.
+        scatter_object_input_list: on the source one picklable object for each rank; not used elsewhere.
         src, group_src: the source as a global rank or as a rank of the group; rank 0 if neither is given.
         group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
-        ValueError: no output list of at least one entry, or an input list that does not fit.
+        ValueError: an empty output list, or an input list of the wrong length.
     """
     if (target := rooted(group, "scatter_object_list", src, group_src)) is None:
         return
@@ -165,7 +165,7 @@ def send_object_list(
     Args:
         object_list: the objects.
         dst, group_dst: the receiver as a global rank or as a rank of the group, one of them.
-        device, use_batch: taken as c10d takes them; they make no difference here.
+        device, use_batch: accepted as in c10d; no effect here.
         group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Raises:
@@ -195,7 +195,7 @@ def recv_object_list(
     Args:
         object_list: the output, of the length of the list that was sent.
         src, group_src: the sender as a global rank or as a rank of the group; anyone if neither is given.
-        device, use_batch: taken as c10d takes them; they make no difference here.
+        device, use_batch: accepted as in c10d; no effect here.
         group, weights_only: as for ``all_gather_object``, UnpicklingError too.
 
     Returns:

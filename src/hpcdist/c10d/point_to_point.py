@@ -1,6 +1,6 @@
 """Sends and receives of tensors between two ranks (MPI 3).
 
-Messages between two ranks with one tag arrive in the order they were sent. A rank may send to itself where
+Messages between two ranks with one tag arrive in the order in which they were sent. A rank may send to itself if
 one side does not block. Peers are given as global ranks, or with ``group_…`` as ranks of the group.
 """
 
@@ -26,10 +26,10 @@ def send(
     """Send a tensor; return when it may be changed again.
 
     Args:
-        tensor: what to send.
+        tensor: the input.
         dst, group_dst: the receiver as a global rank or as a rank of the group, one of them.
         group: the group; None for the default one.
-        tag: a number that the receiver must ask for, from 0 on; not 32701 to 32767, which hpcdist's own messages have.
+        tag: a number from 0 on, which the receiver gives too; not 32701 to 32767, the tags of hpcdist's own messages.
 
     Raises:
         ValueError: no receiver, two, one outside the group, or this rank itself, or an invalid tag.
@@ -57,7 +57,7 @@ def recv(
     """Receive a tensor and return the sender.
 
     Args:
-        tensor: what to write to; at least as large as what was sent.
+        tensor: the output; at least as large as the message.
         src, group_src: the sender as a global rank or as a rank of the group; anyone if neither is given.
         group: the group; None for the default one.
         tag: the number that the sender gave.
@@ -67,7 +67,7 @@ def recv(
 
     Raises:
         ValueError: two senders, one outside the group, or this rank itself, or an invalid tag.
-        RuntimeError: what was sent does not fit.
+        RuntimeError: the message does not fit.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
@@ -106,7 +106,7 @@ class P2POp:
 
     Args:
         op: ``isend`` or ``irecv``, of hpcdist or of torch.distributed.
-        tensor: what to send or write to.
+        tensor: the input or output.
         peer, group_peer: the other rank as a global rank or as a rank of the group, one of them.
         group: the group; None for the default one.
         tag: matches send and receive; as for ``send``.
@@ -149,7 +149,7 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
-    """Begin several sends and receives together; no order among them can make them wait for each other.
+    """Begin several sends and receives together; their order cannot cause a deadlock.
 
     Args:
         p2p_op_list: the P2POps, all of one group; also to this rank itself.
@@ -158,8 +158,8 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         A Work for each, in the same order.
 
     Raises:
-        ValueError: an empty list, something else than P2POps, or several groups; before anything is sent.
-        TypeError: a tensor that no message carries; likewise.
+        ValueError: an empty list, an entry that is not a P2POp, or several groups; before anything is sent.
+        TypeError: a tensor that messages cannot carry; likewise.
     """
     if p2p_op_list == []:
         raise ValueError("Invalid ``p2p_op_list``: the list is empty")

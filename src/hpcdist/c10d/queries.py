@@ -18,7 +18,7 @@ from hpcdist.launch import environment
 
 
 class WorldMeta(type):
-    """Makes ``WORLD`` of ``group`` and ``GroupMember`` the default group of the moment."""
+    """Metaclass with a property: ``WORLD`` of ``group`` and ``GroupMember`` is the current default group."""
 
     @property
     def WORLD(cls) -> Group | None:
@@ -35,7 +35,7 @@ class group(metaclass=WorldMeta):
 
 
 class GroupMember(metaclass=WorldMeta):
-    """``GroupMember.WORLD`` is the default group; ``NON_GROUP_MEMBER`` stands for a group without this rank."""
+    """``GroupMember.WORLD`` is the default group; ``NON_GROUP_MEMBER`` is the value for a group without this rank."""
 
     NON_GROUP_MEMBER = NON_GROUP_MEMBER
 
@@ -64,7 +64,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return this process's rank in a group; -1 where it is not in it.
+    """Return this process's rank in a group; -1 if it is not a member.
 
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.
@@ -73,12 +73,12 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return how many ranks a group has; -1 where this process is not in it. Raises as ``get_rank``."""
+    """Return the number of ranks of a group; -1 if this process is not a member. Raises as ``get_rank``."""
     return -1 if is_outside(group) else world.resolve(group).size()
 
 
 def is_outside(group: Any) -> bool:
-    """Tell whether a caller's group stands for one that this rank is not in."""
+    """Tell whether a caller's group is the value for a group without this rank."""
     return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
 
 
@@ -115,7 +115,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Return the rank in a group of a global rank.
+    """Return a global rank's rank in a group.
 
     Raises:
         ValueError: the rank is not in the group, or the group is not live.
@@ -139,7 +139,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | None = None) -> DeviceBackend:
-    """Return what carries a group's tensors of a device (c10d's since torch 2.14).
+    """Return the backend of a group for a device's tensors (c10d's since torch 2.14).
 
     Args:
         group: the group; None for the default one.
@@ -159,7 +159,7 @@ def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | N
 
 
 def get_pg_count() -> int:
-    """Return how many groups all ranks have made together since ``init_process_group``."""
+    """Return the number of groups that all ranks have made together since ``init_process_group``."""
     return WORLD.made
 
 
@@ -167,10 +167,10 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """Return this process's rank on its node, as the launcher gives it.
 
     Args:
-        fallback_rank: what to return if no launcher does.
+        fallback_rank: the result if there is no launcher.
 
     Raises:
-        RuntimeError: neither is given.
+        RuntimeError: there is neither.
     """
     if (local_rank := environment.node_local_rank()) is not None:
         return local_rank
@@ -183,10 +183,10 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_mpi_comm(group: ProcessGroup | None = None) -> Any:
-    """Return a group's MPI communicator, for calls of your own on it.
+    """Return a group's MPI communicator, for calls of your own.
 
-    It is hpcdist's own duplicate: your messages on it can meet the group's, and it is freed with the group;
-    ``Dup()`` it to be apart.
+    It is the one that hpcdist uses: your messages on it can match the group's, and it is freed with the group;
+    ``Dup()`` it to avoid both.
 
     Raises:
         ValueError: before init, a destroyed group, or one that this rank is not in.

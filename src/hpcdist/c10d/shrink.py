@@ -21,24 +21,24 @@ FLAGS = {SHRINK_DEFAULT: "SHRINK_DEFAULT", SHRINK_ABORT: "SHRINK_ABORT"}
 def shrink_group(
     ranks_to_exclude: list[int], group: Group | None = None, shrink_flags: int = SHRINK_DEFAULT, pg_options: Any = None
 ) -> ProcessGroup:
-    """Make a smaller group without some ranks, and end the old one; only the remaining ranks call this.
+    """Make a group without some of the ranks, and end the old one; only the remaining ranks call this.
 
-    Live ranks can be left out under every MPI, dead ones if MPI survives them (ULFM). Shrinking the default
-    group ends all other groups, because the ranks are numbered again; the new one becomes the default group.
+    Live ranks can be excluded under every MPI, dead ones if MPI survives them (ULFM). Shrinking the default
+    group ends all other groups, because ranks get new numbers; the new one becomes the default group.
 
     Args:
         ranks_to_exclude: ranks of the group; the same list on all that call.
         group: the group; None for the default one.
-        shrink_flags: ``SHRINK_ABORT`` makes calls under way on the group raise first, where MPI can do so.
-        pg_options: taken as c10d takes it, and ignored.
+        shrink_flags: ``SHRINK_ABORT`` makes calls under way on the group raise first, if MPI can do so.
+        pg_options: accepted as in c10d, and ignored.
 
     Returns:
         The new group. A new default group numbers its ranks from 0, in the order they had.
 
     Raises:
-        TypeError: no list of integers, or a backend that cannot shrink.
+        TypeError: not a list of integers, or a backend that cannot shrink.
         ValueError: an empty list, ranks out of range or given twice, all ranks, or unknown flags.
-        RuntimeError: called by a rank that is to be left out.
+        RuntimeError: called by an excluded rank.
         DistBackendError: the library failed; for a dead rank if this MPI does not survive one.
     """
     old = world.resolve(group)
@@ -73,9 +73,9 @@ def shrink_group(
 def revoke_process_group(group: Group | None = None) -> None:
     """End all calls under way on a group, on all its ranks, with DistBackendError; any of them calls this.
 
-    Later calls raise as well; ``shrink_group`` makes a group that takes calls. All of a group's communicators are
-    revoked: its own, the one for objects, those of its nodes and between them. Groups made from it live on. Without
-    ULFM nothing takes a rank out of a call: the job is aborted with a message.
+    Later calls raise as well; ``shrink_group`` makes a usable group. All of a group's communicators are revoked: its
+    own, the one for objects, those of its nodes and between them. Groups made from it are not affected. Without
+    ULFM a rank cannot leave a blocked call: the job is aborted with a message.
 
     Args:
         group: the group; None for the default one.
@@ -95,9 +95,9 @@ def revoke_process_group(group: Group | None = None) -> None:
 
 
 def failed_ranks(group: Group | None = None) -> list[int]:
-    """Return the ranks of a group that are known to have died, as ranks of the group: for ``shrink_group``.
+    """Return the ranks of a group that are known to have died, as ranks of the group, for ``shrink_group``.
 
-    What MPI knows on this rank (ULFM's MPI_Comm_get_failed); empty if MPI does not survive a dead rank.
+    The source is MPI on this rank (ULFM's MPI_Comm_get_failed); empty if MPI does not survive a dead rank.
 
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.
@@ -107,7 +107,7 @@ def failed_ranks(group: Group | None = None) -> list[int]:
 
 
 def check_arguments(ranks_to_exclude: Any, shrink_flags: Any, group: Group) -> set[int]:
-    """Return the ranks to leave out, or raise c10d's errors."""
+    """Return the ranks to exclude, checked; raises c10d's errors."""
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(
             f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}. Example: [1, 3, 5]"

@@ -1,7 +1,7 @@
 """Creator of groups for ``torch.distributed.init_process_group("hpcdist")``.
 
 torch calls ``create`` once for the default group and, on its members, once for every group that ``new_group`` or
-``DeviceMesh`` makes. The default group is the facade's too: both front doors lead to one world.
+``DeviceMesh`` makes. The default group is the facade's too: both interfaces share one world.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpcdist.launch import decision
 from hpcdist.torch_bridge import mirror, registration
 from hpcdist_stores import PrefixStore
 
-BESIDE: list[Any] = []  # the world over MPI of groups beside torch's own default group
+BESIDE: list[Any] = []  # our world for groups in a job whose default group is torch's own
 
 
 def create(options: Any, pg_options: Any) -> Group:
-    """Return the group that torch asks for by c10d's ``_DistributedBackendOptions``; torch enters it in its tables.
+    """Return the group for c10d's ``_DistributedBackendOptions``; torch enters it in its tables.
 
-    An empty list of ranks stands for the default group. ValueError if torch's rank or size is not that of the world
-    that MPI, or hpcdist before, made.
+    An empty list of ranks is the default group. ValueError if torch's rank or size differs from that of MPI's world, or
+    of hpcdist's existing one.
     """
     check_timeout(options.timeout)
     ranks = tuple(options.global_ranks_in_group)
@@ -53,15 +53,15 @@ def create_world(options: Any, pg_options: Any) -> Group:
     launch, timeout = decision.launched(), options.timeout
     rank, size, store = options.group_rank, options.group_size, options.store
     if lifecycle.is_mpi(launch):
-        rank, size, store = -1, -1, None  # MPI's own, which may not be torch's
+        rank, size, store = -1, -1, None  # MPI's numbers, which may differ from torch's
     config = lifecycle.choose(launch, None, store if size > 1 else None, None, rank, size)
     if size == 1:
         config = Backend.LOOPBACK
-    elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # by name, in place of the usual one
+    elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # the library was named explicitly
         config = f"cpu:{config.partition(',')[0].removeprefix('cpu:')},{registration.DEVICES[-1]}:{Backend.TORCH}"
     carried = lifecycle.carried(config)
     registry.check_options(pg_options, carried.values())
-    stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours takes the place of
+    stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours replaces
     device = getattr(stock, "bound_device_id", None)
     bootstrap = lifecycle.find_peers(carried, launch, None, store, rank, size, None, timeout)
     backends = registry.connect_all(carried, bootstrap._replace(device_id=device, options=pg_options))
@@ -69,7 +69,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
 
 
 def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Group:
-    """Make a group of some ranks, which are the only ones to call (MPI_Comm_create_group)."""
+    """Make a group of some ranks; only they call (MPI_Comm_create_group)."""
     members = [default.group_ranks[rank] for rank in ranks]
     name, limit = options.group_id, options.timeout
     by_device = default.create_backends(members, name, limit)
@@ -79,10 +79,10 @@ def create_subgroup(default: Group, ranks: tuple[int, ...], options: Any) -> Gro
 
 
 def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> None:
-    """Make a world for groups beside torch's own default group; every rank calls this, member or not.
+    """Make our world for groups in a job whose default group is torch's own; every rank calls this, member or not.
 
-    It is over MPI, whose ranks have to be torch's; for "hpcdist" without an MPI launcher, it is gloo's, over torch's
-    store.
+    It is over MPI, whose ranks must be numbered as torch's; for "hpcdist" without an MPI launcher it is gloo's, over
+    torch's store.
     """
     if WORLD.default is not None:
         return

@@ -1,1 +1,1 @@
-"""What ``python -m hpcdist`` can do; each command is imported when it is called."""
+"""The commands of ``python -m hpcdist``; each is imported when it is called."""

@@ -22,8 +22,8 @@ def parser() -> JobParser:
 
 
 def words(command: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
-    """Return what may follow a command: its options, what else it takes (files, if empty), and an option's values."""
-    if command == "submit":  # whose options are sbatch's
+    """Return the words after a command: its options, its other arguments (files, if empty), and an option's values."""
+    if command == "submit":  # its options are sbatch's
         settings = {
             each for path in submit.templates().values() for each in submit.settings(path.read_text(encoding="utf-8"))
         }
@@ -59,7 +59,7 @@ def bash() -> str:
 
 
 def zsh() -> str:
-    """Return zsh's script, which is bash's: zsh reads it."""
+    """Return zsh's script: zsh can read bash's."""
     return "\n".join(["autoload -U +X compinit && compinit", "autoload -U +X bashcompinit && bashcompinit", bash()])
 
 

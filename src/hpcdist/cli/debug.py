@@ -45,10 +45,10 @@ def is_address(text: str) -> bool:
 
 
 def allocation(job: str) -> str:
-    """Return a job's own number, which srun takes: that of ``4711_1``, an array's task, is another one."""
+    """Return a job's own number, for srun: an array's task, such as ``4711_1``, has another one."""
     if job.isdecimal():
         return job
-    with suppress(OSError):  # no Slurm here, as srun will say
+    with suppress(OSError):  # without Slurm, srun's error says so
         command = ["squeue", "--noheader", f"--jobs={job}", "--format=%A"]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.split()
         return said[0] if said else job
@@ -58,7 +58,7 @@ def allocation(job: str) -> str:
 def run_there(command: list[str]) -> int:
     """Run srun to its end, or until Ctrl-C, which ends it; return its exit status."""
     try:
-        # in a session of its own: srun itself asks for a second Ctrl-C
+        # in a session of its own: srun itself would ask for a second Ctrl-C
         started = subprocess.Popen(command, start_new_session=True)
     except FileNotFoundError:
         print("error: no srun on the PATH; run this where the cluster's Slurm is", file=sys.stderr)
@@ -90,7 +90,7 @@ def run(args: list[str]) -> int:
         if given.serve is not None:
             serve(job, given.serve, given.seconds)
             return 0
-        look(job)  # from here on calls are timed
+        look(job)  # starts the timing of calls
         time.sleep(min(1.0, given.seconds))
         if given.html:
             Path(given.html).write_text(as_html(look(job), None), encoding="utf-8")
@@ -101,7 +101,7 @@ def run(args: list[str]) -> int:
             if given.once:
                 return 0
             time.sleep(given.seconds)
-    except BrokenPipeError:  # whoever reads the output has seen enough
+    except BrokenPipeError:  # the reader of the output has ended
         raise
     except OSError as error:  # no such job; or the page cannot be written or served
         print(f"error: {printable(str(error))}", file=sys.stderr)

@@ -23,7 +23,7 @@ from hpcdist.launch import environment
 
 SCRIPT = "train_digits.py"
 RANKS = 4
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # as in a container
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # such as in a container
 
 
 def parser() -> JobParser:
@@ -35,7 +35,7 @@ def parser() -> JobParser:
 
 def command(ranks: int) -> list[str]:
     """Return the command line that starts the ranks: mpirun's, or torchrun's if there is no MPI."""
-    mpirun = mpi_library.own_mpirun() or mpi_library.launcher()  # the PATH's may be another MPI's
+    mpirun = mpi_library.own_mpirun() or mpi_library.launcher()  # the one on the PATH may be another MPI's
     try:
         runtime.load()
     except DistBackendError:
@@ -58,10 +58,10 @@ def run(args: list[str]) -> int:
         return 0
     line = [*([*start, sys.executable] if start else command(given.ranks or RANKS)), script, *others]
     print("$", *line, flush=True)
-    # one thread a rank, because the ranks share the cores
+    # one thread for each rank, because the ranks share the cores
     own = mpi_library.mpi_free_environment() if start else dict(os.environ)
     started = subprocess.Popen(line, env={"OMP_NUM_THREADS": "1", **AS_ROOT, **own})
     try:
         return started.wait()
-    except KeyboardInterrupt:  # the terminal has interrupted the launcher too, which ends its ranks and clears up
+    except KeyboardInterrupt:  # the terminal has interrupted the launcher too, which ends its ranks
         return started.wait()

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from hpcdist.cli.job_arguments import JobParser, is_first_rank, wrapped
 from hpcdist.cli.submit import CHECKOUT, installed
 
-ANYTHING = "…"  # in a message of the page: what differs from case to case
-SHORTEST = 12  # characters of a message's part that says which message it is
+ANYTHING = "…"  # in a message of the page: a part that differs from case to case
+SHORTEST = 12  # characters of a part that identifies a message
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+)[^)]*\)")
 TITLE = re.compile(r"\*\*(\w+)\.\*\*")  # of a paragraph
 
@@ -26,12 +26,12 @@ TITLE = re.compile(r"\*\*(\w+)\.\*\*")  # of a paragraph
 class Entry(NamedTuple):
     """An entry of the page."""
 
-    name: str  # by which messages name it
-    messages: list[str]  # those that it is about; ``…`` stands for any text
+    name: str  # its name in messages
+    messages: list[str]  # its messages; ``…`` is any text
     text: str  # cause and fix, in Markdown
 
     def fit(self, message: str) -> int:
-        """Return how many fixed characters its best pattern has in common with a message; 0 if none matches it."""
+        """Return the fixed characters of its longest pattern that matches a message; 0 without a match."""
         given = " ".join(message.split())
         return max((len(each.replace(ANYTHING, "")) for each in self.messages if matches(each, given)), default=0)
 
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 def matches(pattern: str, message: str) -> bool:
-    """Tell whether a pattern of the page is in a message, or the message is a part of the pattern."""
+    """Tell whether a message contains a pattern of the page, or is a part of it."""
     whole = ".*?".join(re.escape(part) for part in pattern.split(ANYTHING))
     return re.search(whole, message) is not None or (len(message) >= SHORTEST and message in pattern)
 
@@ -58,7 +58,7 @@ def entries() -> dict[str, Entry]:
 
 
 def best(message: str, among: dict[str, Entry]) -> Entry | None:
-    """Return the entry whose pattern says most of a message, or None."""
+    """Return the entry with the longest pattern that matches a message, or None."""
     found = max(among.values(), key=lambda entry: entry.fit(message))
     return found if found.fit(message) else None
 

@@ -1,4 +1,4 @@
-"""Help and arguments of the commands: of those that every rank of a job runs, only rank 0 prints help and errors."""
+"""Help and arguments of the commands: if every rank of a job runs one, only rank 0 prints help and errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hpcdist.launch import environment
 
 
 def is_first_rank() -> bool:
-    """Tell whether this process prints for its job: it is rank 0, or no launcher started it."""
+    """Tell whether this process prints for its job: it is rank 0, or has no launcher."""
     launch = environment.detect()
     return launch is None or launch.rank == 0
 
 
 def described(docstring: str | None) -> str:
-    """Return what a command's docstring says, as its help shows it: without its name and without RST's marks."""
+    """Return a command's docstring for its help: without the name and RST's marks."""
     text = re.sub(r"^(The command|Subject) ``\w+``: ", "", docstring or "").replace("``", "")
     return text[:1].upper() + text[1:]
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Break a paragraph into lines that fit the terminal, those after the first indented."""
+    """Break a paragraph into lines for the terminal, indented after the first."""
     width = shutil.get_terminal_size().columns
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -41,19 +41,19 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Read how many there are to be of something."""
+    """Read a count, a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 1 or more")
     return int(text)
 
 
 def file(text: str) -> str:
-    """Read a file's name. Shells leave the ``~`` of ``--json=~/page.json`` as it is."""
+    """Read a file's name; shells do not expand the ``~`` of ``--json=~/page.json``."""
     return os.path.expanduser(text)
 
 
 class JobParser(argparse.ArgumentParser):
-    """Parser of a command, which its module describes: prints help and errors once a job; options are written out."""
+    """Parser of a command, described by its module: prints help and errors once in a job; no abbreviated options."""
 
     def __init__(self, command: str, docstring: str | None) -> None:
         super().__init__(prog=f"python -m hpcdist {command}", description=described(docstring), allow_abbrev=False)

@@ -49,13 +49,13 @@ def tell(text: str, file: TextIO | None = None) -> None:
 def main(args: list[str] | None = None) -> int:
     """Run one command, by its name and arguments; return its exit status, 2 for a wrong call, 130 after Ctrl-C."""
     given = sys.argv[1:] if args is None else args
-    if given and given[0] == "run":  # whose output and errors are its script's
+    if given and given[0] == "run":  # its output and errors are its script's
         return dispatched(given)
     try:
         if sys.stdout is None:  # closed by the caller (`>&-`)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
         elif isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a locale may lack the marks
+            sys.stdout.reconfigure(errors="replace")  # a locale may lack some characters
         status = dispatched(given)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -63,8 +63,8 @@ def main(args: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
-        if isinstance(error, BrokenPipeError):  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own output at its end
+        if isinstance(error, BrokenPipeError):  # the reader has ended, such as `head`
             return 128 + signal.SIGPIPE
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1

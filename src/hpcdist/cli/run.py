@@ -18,7 +18,7 @@ from hpcdist.cli.job_arguments import JobParser
 from hpcdist.launch import decision, environment, slurm_step, topology
 from hpcdist.torch_bridge import registration
 
-UNKNOWN_HOST = "rank0.invalid"  # a name that no network has (RFC 2606)
+UNKNOWN_HOST = "rank0.invalid"  # a name that cannot exist (RFC 2606)
 TORCHRUNS_PORT = 29500
 
 
@@ -33,8 +33,8 @@ def parser() -> JobParser:
 def announce(launch: environment.Launch | None) -> None:
     """Set the variables that torchrun would set, unless they are set already.
 
-    Of RANK and WORLD_SIZE one without the other counts for nothing.
-    Without a launcher there is no LOCAL_RANK, by which Lightning tells that its processes have been started.
+    RANK without WORLD_SIZE, and WORLD_SIZE without RANK, are ignored. Without a launcher LOCAL_RANK is not set:
+    Lightning would take it as a sign that its processes have been started.
     """
     found: dict[str, int | str | None] = {"RANK": 0, "WORLD_SIZE": 1}
     if launch is not None:
@@ -49,9 +49,9 @@ def announce(launch: environment.Launch | None) -> None:
 
 
 def variables(launch: environment.Launch) -> dict[str, int | str | None]:
-    """Return torchrun's variables; None for what this launcher does not say.
+    """Return torchrun's variables; None for those that this launcher does not provide.
 
-    The address is one that a program can print or compare: under MPI hpcdist needs none and uses none.
+    The address is only for programs that print or compare it: under MPI hpcdist does not use it.
     """
     rank, size, local_rank = launch.rank, launch.size, environment.node_local_rank()
     local_size = topology.local_size(os.environ) or (1 if size == 1 else None)
@@ -74,9 +74,9 @@ def variables(launch: environment.Launch) -> dict[str, int | str | None]:
 
 
 def run(args: list[str]) -> int:
-    """Run a script with its groups made by hpcdist; return 0, or 2 if there is none or launchers' variables contradict.
+    """Run a script with its groups made by hpcdist; return 0, or 2 without a script or with contradicting variables.
 
-    Whatever the script raises, SystemExit included, is passed on.
+    The script's exceptions, SystemExit included, are passed on.
     """
     given = parser().parse_args(args)
     try:

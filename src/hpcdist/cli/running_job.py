@@ -1,4 +1,4 @@
-"""A running job as the command ``debug`` shows it: found, asked where its ranks are, and written as text or a page."""
+"""A running job for the command ``debug``: how it is found, asked for its ranks' calls, and shown as text or a page."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hpcdist.watch.liveness import Liveness
 from hpcdist.watch.question import Answers
 
 ANSWER_SECONDS = 1.0
-LATE_SECONDS = 1.0  # how long others wait in a call before those that have not entered it are called late
+LATE_SECONDS = 1.0  # seconds that others wait in a call before the ranks that have not entered it are called late
 RANKS = ("rank", "host", "", "where it is")
 GROUPS = ("group", "backend", "ranks", "collectives", "messages", "behind")
 CALLS = ("call", "calls", "bytes", "time s", "mean µs", "longest µs", "where")
 
 
 class Job(NamedTuple):
-    """A running job: its program, and what asks its ranks."""
+    """A running job: its program, and the channel to its ranks."""
 
     program: str
     channel: Channel
@@ -44,7 +44,7 @@ class Picture(NamedTuple):
     groups: list[tuple[str, ...]]  # rows of GROUPS
     calls: list[tuple[str, ...]]  # rows of CALLS, of all ranks together
     stacks: dict[int, list[str]]  # the frames of each rank, the innermost first
-    late: list[int]  # the ranks that others wait for, or that do not answer
+    late: list[int]  # the ranks for which others wait, or which do not answer
 
 
 def ask(channel: Channel, ranks: list[int], first: int = -1) -> Answers:
@@ -52,9 +52,9 @@ def ask(channel: Channel, ranks: list[int], first: int = -1) -> Answers:
 
 
 def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False) -> Job:
-    """Return a job of which one rank is known, which tells where the others are; ConnectionError if it does not answer.
+    """Return a job given one of its ranks, which sends the others' addresses; ConnectionError if it does not answer.
 
-    ``has_user_key`` says that its key is the one that the user has chosen for all ranks.
+    ``has_user_key``: its key is the one that the user has chosen for all ranks.
     """
     channel = Channel()
     channel.learn([rank], [endpoint])
@@ -75,7 +75,7 @@ def join(program: str, rank: int, endpoint: Endpoint, has_user_key: bool = False
 
 
 def find(pid: int | None) -> Job:
-    """Return the job on this machine, or in this allocation of Slurm's; ConnectionError if it is none or several."""
+    """Return the job on this machine, or in this Slurm allocation; ConnectionError unless there is exactly one."""
     allocation = os.environ.get(debug_socket.SLURM_JOB, "")
     jobs: dict[str, debug_socket.JobRank] = {}
     for found in debug_socket.ranks_on_this_machine():
@@ -105,7 +105,7 @@ def look(job: Job) -> Picture:
     endpoints = job.channel.endpoints
     answers = ask(job.channel, sorted(endpoints))
     groups: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    inside: dict[str, int] = {}  # the latest collective of each group that ranks have waited in for a while
+    inside: dict[str, int] = {}  # the latest collective of each group in which ranks have waited for a while
     for rank, answer in answers.items():
         for name, each in answer["inspected"]["groups"].items():
             groups[name][rank] = each
@@ -138,7 +138,7 @@ def span(numbers: list[int]) -> str:
 
 
 def tallied(answers: Answers) -> list[tuple[str, ...]]:
-    """Return the calls of all ranks by name and line, those that took most time first."""
+    """Return the calls of all ranks by name and line, those with the most time first."""
     sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for answer in answers.values():
         for name, line, is_async, calls, nbytes, total, longest in answer["inspected"]["calls"]:
@@ -167,7 +167,7 @@ def as_text(picture: Picture, shows_all: bool) -> str:
 
 
 def as_html(picture: Picture, seconds: float | None) -> str:
-    """Return a picture as a page, which a browser asks for again after so many seconds."""
+    """Return a picture as a page, which a browser reloads after some seconds."""
     late = {f"{rank}" for rank in picture.late}
     parts = []
     for title, columns, rows in tables(picture):
@@ -184,12 +184,12 @@ def as_html(picture: Picture, seconds: float | None) -> str:
 
 
 def serve(job: Job, port: int, seconds: float) -> None:
-    """Serve the page on this machine's loopback address, to whoever knows the path that is printed, until Ctrl-C."""
+    """Serve the page on this machine's loopback address, at a secret path that is printed, until Ctrl-C."""
     path = f"/{secrets.token_urlsafe(16)}"
     looking = Lock()  # each request has a thread, and one at a time may ask
 
     class Page(BaseHTTPRequestHandler):
-        """The page, which shows the job as it is at each request."""
+        """The page, which shows the job at the time of each request."""
 
         def do_GET(self) -> None:
             is_known = secrets.compare_digest(self.path.encode(), path.encode())

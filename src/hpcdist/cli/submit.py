@@ -23,7 +23,7 @@ DIRECTIVE = re.compile(r"^#SBATCH --([a-z-]+)(?:=(\S*))?.*$")
 SETTING = re.compile(r'^: "\$\{HPCDIST_([A-Z_]+):?=(.*?)\}"\s*#\s*(.*)$')
 START = "set -euo pipefail"
 
-# options of sbatch(1) without a value, or with one only after "="; all others have one
+# options of sbatch(1) without a value, or with one only after "="; all others have a value
 FLAGS = (
     "contiguous exclusive get-user-env hold ignore-pbs nice no-kill no-requeue overcommit oversubscribe parsable "
     "propagate quiet reboot requeue spread-job test-only use-min-nodes verbose wait"
@@ -35,16 +35,16 @@ SHORT = (
     "s=oversubscribe p=partition q=qos Q=quiet t=time v=verbose W=wait m=distribution S=core-spec B=extra-node-info"
 )
 LETTERS = dict(pair.split("=") for pair in SHORT.split())
-# each asks for GPUs (gres may ask for others); one that is given takes the place of the template's
+# options for GPUs (gres may be for others); one that is given replaces the template's
 GPUS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres")
-# and these take the place of what sbatch would not take beside them, or would ask room for too
+# and these replace options that sbatch would refuse beside them, or add to them
 REPLACED = {"ntasks-per-node": ("ntasks", "ntasks-per-gpu"), "cpus-per-task": ("cpus-per-gpu",)}
 USAGE = "usage: python -m hpcdist submit [OPTION...] SCRIPT [ARGUMENT...]"
 Options = dict[str, str | None]
 
 
 def installed(name: str, folder: Path = CHECKOUT) -> Path:
-    """Return a file of the installed package, or of a folder of the checkout."""
+    """Return a file of the installed package, or of the checkout."""
     return (PACKAGED if PACKAGED.is_dir() else folder) / name
 
 
@@ -58,7 +58,7 @@ def settings(template: str) -> dict[str, tuple[str, str]]:
 
 
 def parse(args: list[str]) -> tuple[Options, list[str]]:
-    """Return the options before the script, by their long names, and the script with its arguments."""
+    """Return the options before the script, by long names, and the script with its arguments."""
     options: Options = {}
     rest = list(args)
     while rest and rest[0].startswith("-"):
@@ -140,7 +140,7 @@ def usage(name: str, template: str) -> str:
     texts = {each: path.read_text(encoding="utf-8") for each, path in templates().items()}
     about = {each: text.splitlines()[1].lstrip("# ") for each, text in texts.items()}
     found = settings(template)
-    if "image" not in found:  # whose Python is its own
+    if "image" not in found:  # its Python is the container's
         found["python"] = (sys.executable, "the Python that has hpcdist")
     own = {
         "template NAME": f"the kind of job ({name})",

@@ -34,8 +34,8 @@ from hpcdist.launch.topology import processor
 SIZES = [16 << 10 << 2 * i for i in range(7)]  # 16 KiB to 64 MiB
 LARGEST_BETWEEN_NODES = 16 << 20
 SHARED, MPI = "shared memory", "MPI"
-MARGIN = 0.97  # shared memory must win by more than two medians of one thing differ
-CHANGE = 0.1  # what it must gain over all sizes together, as the logarithm of a ratio
+MARGIN = 0.97  # the least gain of shared memory, above the difference of two medians of the same call
+CHANGE = 0.1  # the least gain over all sizes together, as the logarithm of a ratio
 
 
 def parser() -> JobParser:
@@ -49,14 +49,14 @@ def parser() -> JobParser:
 
 
 def json_file(text: str) -> Path:
-    """Read the name of a file that ``HPCDIST_SHM`` can name."""
+    """Read a file's name that is valid in ``HPCDIST_SHM``."""
     if not threshold_file.is_file(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a .json file")
     return Path(file(text))
 
 
 def run(args: list[str]) -> int:
-    """Measure on all ranks of this job and write the file; return 0, or 2 if nothing can be measured here."""
+    """Measure on all ranks of this job and write the file; return 0, or 2 if it cannot measure here."""
     made = parser()
     options = made.parse_args(args)
     path = options.output or threshold_file.users_file()
@@ -78,7 +78,7 @@ def run(args: list[str]) -> int:
 
 
 def make_folder(path: Path) -> str:
-    """Make the file's folder and read what the file holds; return what is wrong, before the time is spent."""
+    """Make the file's folder and read the file; return an error, before the measurement."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -89,7 +89,7 @@ def make_folder(path: Path) -> str:
 
 
 def best(times: dict[int, dict[str, float]]) -> int:
-    """Return the size from which on shared memory is to be used, so that over all sizes the least time is lost."""
+    """Return the size from which shared memory should be used, so that the least time is lost over all sizes."""
     sizes = sorted(times)
 
     def cost(start: int) -> float:
@@ -100,7 +100,7 @@ def best(times: dict[int, dict[str, float]]) -> int:
 
 
 def measure(bench: Bench, place: int | str) -> dict[str, int]:
-    """Time all collectives at all sizes, print the table, and return what the file is to hold; every rank calls."""
+    """Time all collectives at all sizes, print the table, and return the file's content; every rank calls."""
     is_one_node = isinstance(place, int)
     sizes = [size for size in SIZES if is_one_node or size <= LARGEST_BETWEEN_NODES]
     rows = {name: (ROWS[name], torch.float32) for name in COLLECTIVES if place != threshold_file.FLAT}

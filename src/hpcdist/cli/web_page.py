@@ -1,4 +1,4 @@
-"""Pages for the browser: one file each that loads nothing, for light and dark screens, narrow and wide ones."""
+"""Pages for the browser: one file each, without external files, for light and dark, narrow and wide screens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLORS = {
     "good": ("#1a7f37", "#4ac26b"),
     "warn": ("#8a5a00", "#e3a93a"),
     "bad": ("#c0242c", "#ff7b72"),
-    # of the sides of a plot, in their order; they differ in lightness too
+    # colors of the sides of a plot, in order; they differ in lightness too
     "side0": ("#0b57c4", "#6cb0ff"),
     "side1": ("#d35400", "#ff9d4d"),
     "side2": ("#2a8a4a", "#5fd38a"),
@@ -38,14 +38,14 @@ def section(title: str, *parts: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], is_of_words: bool = False) -> str:
-    """Return a table, of numbers if not of words; ``rows`` are HTML, ``head`` is text."""
+    """Return a table, of numbers or of words; ``rows`` are HTML, ``head`` is text."""
     first = "".join(f"<th>{escape(name)}" for name in head)
     others = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}\n" for row in rows)
     return f'<div class="wide"><table{" class=words" * is_of_words}><tr>{first}\n{others}</table></div>'
 
 
 def page(title: str, parts: Iterable[str], seconds: float | None = None) -> str:
-    """Return a page of parts in HTML; a browser asks for it again after so many seconds, if any."""
+    """Return a page of parts in HTML, which a browser reloads after some seconds, if given."""
     again = f'<meta http-equiv="refresh" content="{seconds:g}">' if seconds else ""
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title), again=again, colors=stylesheet(), parts="\n".join(parts)

@@ -1,7 +1,7 @@
 """Agreement of ranks: on settings, which are compared once, at init, and on whether a step has failed on one of them.
 
-Environment variables and files may differ from node to node. Ranks that went by different ones would make different
-calls and wait for each other for ever, so a difference ends the start on every rank.
+Environment variables and files may differ from node to node. Ranks with different settings would make different calls
+and wait for each other forever, so a difference is an error on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hpcdist.core.ranks import by_value, listed
 
 T = TypeVar("T")
 CALLERS_MISTAKES: dict[str, type[Exception]] = {each.__name__: each for each in (TypeError, ValueError, MismatchError)}
-SHOWN = 60  # characters of a value that the message has
+SHOWN = 60  # characters of a value that the message shows
 
 
 def check_same(backend: Backend, settings: dict[str, str], call: str = "init_process_group") -> None:
@@ -47,7 +47,7 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
 def check_subgroup(backend: Backend, mine: Sequence[int] | None, call: str) -> None:
     """Raise on every rank if one of a subgroup's ranks gave another subgroup; every rank of the backend's group calls.
 
-    ``mine`` is the subgroup that this rank is in, as it gave it; None if it is in none. ``call`` is the user's.
+    ``mine`` is the subgroup that this rank gave for itself, None if it is in no subgroup. ``call`` is the user's.
     """
     gather = partial(backend.objects.all_gather, call=call)
     digests = gather(None if mine is None else hashlib.sha256(repr(list(mine)).encode()).digest())
@@ -57,14 +57,14 @@ def check_subgroup(backend: Backend, mine: Sequence[int] | None, call: str) -> N
 
 
 def subgroups_differ(given: Sequence[Sequence[int] | None]) -> MismatchError:
-    """Return the error of ranks that gave subgroups which contradict each other: what each rank gave for its own."""
+    """Return the error of ranks whose subgroups contradict each other; it shows what each rank gave."""
     pairs = ((rank, other) for rank, mine in enumerate(given) for other in mine or () if given[other] != mine)
     rank, other = next(pairs)
     return MismatchError(lists_differ(rank, given[rank], other, given[other]))
 
 
 def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequence[int] | None) -> str:
-    """Return the message of two ranks that gave different lists for a group that both are to be in."""
+    """Return the message for two ranks that gave different lists for a group of which both are members."""
     first, second = (None if ranks is None else list(ranks) for ranks in (mine, theirs))
     text = (
         f"new_group: rank {rank} gave the ranks {first}, and rank {other} gave {second}; expected one list, in one "
@@ -74,7 +74,7 @@ def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequ
 
 
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:
-    """Take a step on every rank and return what it gave on each, pickled; if it failed on one, raise the same on all.
+    """Run a function on every rank and return the results of all, pickled; if it failed on one, raise the same on all.
 
     Every rank of the backend's group calls, with the user's call for the message. A TypeError or ValueError of the
     lowest rank on which it failed stays one; anything else is a DistBackendError. A rank that was interrupted in the

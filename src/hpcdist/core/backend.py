@@ -1,4 +1,4 @@
-"""Backend: what a library must do to carry a process group.
+"""Backend: the interface of a library that carries out a process group's calls.
 
 A backend is one communicator of one library (MPI, NCCL, gloo, none) and the calls on it. ``core.issue``
 has already checked the call and made the tensors flat, contiguous and of one device; a backend checks
@@ -82,7 +82,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(self, call: Call) -> None:
-        """Run one collective to its end; its ``finish`` is the caller's to run."""
+        """Run one collective to its end; the caller runs its ``finish``."""
 
     def start(self, call: Call) -> Work:
         """Begin one collective; the Work runs its ``finish`` when the buffers hold the result."""
@@ -105,33 +105,33 @@ class Backend(ABC):
         return self.queue
 
     def worker(self) -> Queue:
-        """Begin the thread that carries out the asynchronous calls for which nobody waits."""
+        """Start the thread that carries out asynchronous calls for which no thread waits."""
         return Queue(self.name)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
-        """Return what runs a collective again, on what looks like this call's (see ``core.call_cache``).
+        """Return a function that runs a collective again on buffers like this call's (see ``core.call_cache``).
 
-        It may have other sizes that fit, unless the call has counts that differ.
+        The buffers may have other sizes that fit, unless the call has counts that differ.
 
-        A library that queues calls on its device also returns what begins one; None for others, whose asynchronous
-        calls go to ``queue``.
+        A library that queues calls on its device returns a function that begins the call too; others return None for
+        it, and their asynchronous calls go to ``queue``.
         """
         return lambda send, recv: self.run(call.on(send, recv)), None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of later calls, if the library itself ends them by it."""
+        """Set the limit of later calls, if the library itself ends calls at a limit."""
         return
 
     def compare(  # noqa: B027  # nothing to do is the answer of most
         self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0
     ) -> None:
-        """Compare a call of the user's that is made of others with those of the other ranks, before the first of them.
+        """Compare a user's call that consists of several calls of the library with the other ranks', before the first.
 
         CallsDifferError if another rank makes another call. ``size`` counts elements.
         """
 
     def settings(self) -> dict[str, str]:
-        """Return settings by name that decide about calls, and so must be the same on all ranks."""
+        """Return the settings, by name, that decide which calls are made, and so must be the same on all ranks."""
         return {}
 
     def settle(self) -> None:
@@ -160,9 +160,9 @@ class Backend(ABC):
         """Begin to receive into a tensor; the Work runs ``finish`` when it has arrived."""
 
     def between(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Callable[[Journal], None] | None:
-        """Return what exchanges messages with some ranks on this rank, as often as it is called, and notes them.
+        """Return a function that exchanges messages with some ranks each time it is called, and records them.
 
-        None if ``isend`` and ``irecv`` do it as well. The tensors are contiguous, and no other message of the group has
+        None if ``isend`` and ``irecv`` are as fast. The tensors are contiguous, and no other message of the group has
         the tag.
         """
         return None
@@ -183,14 +183,14 @@ class Backend(ABC):
         return False
 
     def grouped(self) -> AbstractContextManager[Sequence[Work]]:
-        """Launch the calls begun inside together, where the library can; gives the Works of what it holds back."""
+        """Launch the calls begun inside together, if the library can; yields the Works of calls that it holds back."""
         return nullcontext(()) if self.batch is None else self.batch.opened()
 
     def connect_device(self, device: torch.device) -> None:  # noqa: B027  # nothing to do is the answer of most
-        """Connect on a GPU at once, where the library would do so at the first call; every rank calls it."""
+        """Connect on a GPU at once, if the library would otherwise do so at the first call; every rank calls it."""
 
     def on(self, device_type: str) -> Backend:
-        """Return what carries a device type's tensors on this communicator."""
+        """Return the backend of a device type's tensors on this communicator."""
         return self
 
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> Backend:
@@ -198,7 +198,7 @@ class Backend(ABC):
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
     def call_log(self) -> CallLog | None:
-        """Return the calls of this rank that ranks of other nodes compare with theirs; None if nobody does."""
+        """Return the log of this rank's calls, which ranks of other nodes compare with theirs; None if they do not."""
         return None
 
     # -- supervision, and the end ----------------------------------------------------------------------
@@ -209,14 +209,14 @@ class Backend(ABC):
         return [*queued, *(work for work in messages if not work._done)]
 
     def outstanding(self) -> Work | None:
-        """Return the first call that was handed to a device and that it is not through with, the same until it is.
+        """Return the first call that a device has not finished; it stays the same until the device has.
 
-        The host does not wait for such a call, so only who asks can tell that it hangs; the watchdog does.
+        The host does not wait for such a call, so the watchdog asks, to see whether it hangs.
         """
         return None
 
     def leave(self) -> None:  # noqa: B027  # as above
-        """Say that this rank makes no more calls, once every rank of the job has made its last one.
+        """Announce that this rank makes no more calls, after every rank of the job has made its last one.
 
         CallsDifferError if another rank has made a call in this one's place.
         """

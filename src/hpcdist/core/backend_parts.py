@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """How a call that blocks is ended, and which ranks have died; here, for a library that can do nothing of it."""
+    """Ends calls that block, and knows which ranks have died. These defaults are for a library that can do neither."""
 
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """Make a call that blocks on the communicator raise; return False if the library cannot.
@@ -24,13 +24,13 @@ class Faults:
         return False
 
     def end_receives(self, reason: str) -> None:
-        """Make receives raise that wait for a message, of other threads too: no rank sends one any more."""
+        """Make all receives that wait for a message raise, also those of other threads: no rank sends one any more."""
 
     def set_revoke_reason(self, reason: str) -> None:
-        """Take note of why another rank is about to interrupt the call that blocks on all ranks, for its error."""
+        """Store the reason, for the error, why another rank is about to interrupt the call that blocks on all ranks."""
 
     def interrupts_all(self) -> bool:
-        """Tell whether to interrupt a collective ends it on all ranks."""
+        """Tell whether interrupting a collective ends it on all ranks."""
         return False
 
     def revoke(self, reason: str) -> bool:
@@ -55,7 +55,7 @@ class Faults:
 
 
 class Membership(ABC):
-    """How ranks leave the job, and how those that live go on."""
+    """Lets ranks leave the job, and the ranks that live go on."""
 
     @abstractmethod
     def survivors(self) -> Any:
@@ -67,25 +67,25 @@ class Membership(ABC):
 
     @abstractmethod
     def leave_launcher(self) -> bool:
-        """Leave a launcher that ends the job when a rank dies, if there is one; every process of the job calls."""
+        """Disconnect from a launcher that ends the job when a rank dies; every process of the job calls."""
 
     @abstractmethod
     def exit_barrier(self) -> Callable[[], bool] | None:
-        """Begin a barrier of all ranks that leave the job; return what tells, without waiting, whether all have come.
+        """Begin a barrier of all ranks that exit; return a function that tells, without waiting, whether all have come.
 
         None says that a rank may leave without the others.
         """
 
     @abstractmethod
     def all_finalize(self, finalizes: bool) -> bool:
-        """Return whether all ranks take part in the library's end; those that leave call, after the exit barrier."""
+        """Return whether all ranks take part in MPI_Finalize; ranks that exit call, after the exit barrier."""
 
     @abstractmethod
     def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
-        """Leave the library's end out, in which all ranks take part, when this process ends.
+        """Skip the library's finalization, in which all ranks would take part, when this process ends.
 
-        That may take so many seconds; None is no limit. ``ends_well`` says whether the launcher is told that this is no
-        failure.
+        The rest of this process may take ``seconds``; None sets no limit. With ``ends_well`` the launcher is told that
+        this is not a failure.
         """
 
 
@@ -128,7 +128,7 @@ class RemoteMemory(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close it; every rank calls, once or often."""
+        """Close it; every rank calls, once or more often."""
 
 
 class Windows(ABC):

@@ -64,7 +64,7 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: object, check: Check
 
 
 def whole(pg: Group, call: Call) -> Call | None:
-    """Return an all_reduce of a list as one on what the library takes; None if it is more than one, or not so easy.
+    """Return an all_reduce of a list as one call of the library; None if it needs more than one, or a copy.
 
     That is, unless the tensors are plain ones on the CPU, of one dtype and in one bucket.
     """
@@ -80,12 +80,12 @@ def whole(pg: Group, call: Call) -> Call | None:
 
 
 def is_flattened(dtype: torch.dtype, op: object) -> bool:
-    """Tell whether an op makes other values of the tensors first, which are then one tensor."""
+    """Tell whether an op first computes other values from the tensors, which are then one tensor."""
     return dtype.is_complex and op == PREMUL_SUM and is_complex(factor_of(op))
 
 
 def in_place(call: Call, listed: TensorList, op: object) -> Call:
-    """Return the all_reduce of a list on what the library takes; ranks that reduce one tensor of all make this too."""
+    """Return the all_reduce of a list where its tensors are; ranks that reduce one flat tensor make the same call."""
     width = listed.itemsize
     counts = ([size // width for size in listed.sizes],) * 2
     if listed.dtype.is_complex and is_done_by_parts(op):

@@ -1,8 +1,8 @@
 """Buffers of a call: the memory that it reads and the memory that it writes.
 
-Backends see flat, contiguous, dense tensors of one device. What the caller gave may be a NumPy array, a
-strided view, a lazily conjugated or negated tensor, or require grad: then a contiguous copy stands in for
-it, and what the call wrote is copied back.
+Backends get flat, contiguous, dense tensors of one device. A caller may give a NumPy array, a strided view, a
+lazily conjugated or negated tensor, or one that requires grad: then a contiguous copy takes its place, and the
+result is copied back.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hpcdist.core.table import Row
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 REQUIRES_GRAD = operator.attrgetter("requires_grad")
 from_numpy = torch.from_numpy
-# no memory of a process begins below but a heap; an address there may be an offset in a storage that was freed
+# only a heap may lie below; an address there may be an offset in a storage that was freed
 LOWEST_PLACE = 1 << 32
-COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # bytes of a copy that is kept, and how many of one kind are
-COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # no other is lazily conjugated
+COPY_KEPT, COPIES_KEPT = 1 << 16, 32  # the largest copy whose memory is kept, in bytes; how many of a kind
+COMPLEX_TYPES = frozenset({torch.complex32, torch.complex64, torch.complex128})  # only these are lazily conjugated
 # whose scale and zero point are not in their memory
 QUANTIZED_TYPES = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 SPECIAL_TYPES = COMPLEX_TYPES | QUANTIZED_TYPES
 
 
 class ArrayCopy(torch.Tensor):
-    """A copy of an array with strides below zero, to which ``put`` writes too.
+    """A copy of an array with negative strides; ``put`` writes to the array too.
 
     Attributes:
         original: the array.
@@ -55,7 +55,7 @@ def is_plain(tensor: Any) -> bool:
 
 
 class TensorList:
-    """The contiguous CPU tensors of a list, as what a call reads or writes: one after another, each where it lies.
+    """The contiguous CPU tensors of a list as one buffer of a call: in order, each where it lies in memory.
 
     The dtype is the one that they travel in (``same_dtype``), the sizes are in bytes.
     """
@@ -69,7 +69,7 @@ class TensorList:
         self.addresses = [each.data_ptr() for each in tensors]
         self.sizes = [each.nbytes for each in tensors]
         self.nbytes = sum(self.sizes)
-        if 0 in self.sizes:  # memory that is not there has no address
+        if 0 in self.sizes:  # an empty tensor has no address
             place = max(self.addresses)
             self.addresses = [each if size else place for each, size in zip(self.addresses, self.sizes, strict=True)]
         if min(self.addresses, default=LOWEST_PLACE) < LOWEST_PLACE:
@@ -82,11 +82,11 @@ class TensorList:
         return made
 
     def places(self) -> Iterable[tuple[int, int]]:
-        """Return where each tensor lies, and its bytes."""
+        """Return the address and the bytes of each tensor."""
         return zip(self.addresses, self.sizes, strict=True)
 
     def numel(self) -> int:
-        """Return the elements of all."""
+        """Return the number of elements of all."""
         return self.nbytes // self.dtype.itemsize
 
     @property
@@ -101,7 +101,7 @@ class TensorList:
 
 
 def as_list(values: Any, dtype: Any) -> TensorList | None:
-    """Return a list that a library can take where it is; None unless its tensors are plain, on the CPU, of a dtype."""
+    """Return a list as a buffer without a copy; None unless its tensors are plain, on the CPU and of the dtype."""
     if values.__class__ is not list or dtype in QUANTIZED_TYPES:
         return None
     is_complex = dtype in COMPLEX_TYPES
@@ -138,7 +138,7 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         if value.flags.writeable:
             try:  # suppress takes 0.5 µs
                 return torch.from_numpy(value)
-            except ValueError:  # as of strides below zero
+            except ValueError:  # such as negative strides
                 pass
         is_backward = min(value.strides, default=0) < 0 and not is_viewed
         tensor = torch.from_numpy(value.copy() if is_backward or not value.flags.writeable else value)
@@ -155,7 +155,7 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
 def on_memory(values: Any) -> Any:
     """Return an array, or a list of arrays, as tensors on the same memory; as given if there is more to do.
 
-    That is for ``as_tensor`` and ``as_tensors``: read-only arrays, strides below zero, dtypes that torch lacks.
+    The rest is for ``as_tensor`` and ``as_tensors``: read-only arrays, negative strides, dtypes that torch lacks.
     """
     try:
         if values.__class__ is not list:
@@ -201,7 +201,7 @@ def as_tensor_lists(lists: Any, name: str, writable: bool = False) -> list[list[
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Tell whether a dense tensor's own memory is what a call reads or writes."""
+    """Tell whether a call can read or write a dense tensor's own memory."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj() and not isinstance(tensor, ArrayCopy)
 
 
@@ -215,22 +215,22 @@ def for_reading(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def for_writing(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor to receive what is meant for ``tensor``: itself if it can be."""
+    """Return a contiguous tensor that receives the values for ``tensor``: itself if possible."""
     if is_direct(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def new_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return new memory of the CPU that may be written in both modes of inference."""
+    """Return new CPU memory that may be written inside and outside of ``torch.inference_mode()``."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class Copies:
-    """Contiguous copies of tensors, valid until the next one; of small ones the memory is kept, by shape.
+    """Contiguous copies of tensors, each valid until the next one; memory of small ones is kept, by shape.
 
-    New memory takes a microsecond more, and to describe it to a library, as is kept with a copy, another one.
+    New memory would take 1 µs, and so would its description for a library, which is kept with it.
     """
 
     def __init__(self, dtype: torch.dtype, describe: Callable[[torch.Tensor], Any]) -> None:
@@ -238,21 +238,21 @@ class Copies:
         self._kept: dict[torch.Size, tuple[torch.Tensor, Any]] = {}
 
     def of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return a copy of a tensor, and what describes it."""
-        if tensor.data_ptr() < LOWEST_PLACE:  # as ``like``, without a call, for latency
+        """Return a copy of a tensor, and its description."""
+        if tensor.data_ptr() < LOWEST_PLACE:  # like the next method, without the call, for latency
             check_memory(tensor)
         found = self._kept.get(tensor.shape) or self.memory(tensor.shape)
         found[0].copy_(tensor)
         return found
 
     def like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return memory for a copy of a tensor, which has some itself, and what describes it."""
+        """Return memory for a copy of a tensor, which is checked to have memory itself, and its description."""
         if tensor.data_ptr() < LOWEST_PLACE:
             check_memory(tensor)
         return self._kept.get(tensor.shape) or self.memory(tensor.shape)
 
     def memory(self, shape: torch.Size) -> tuple[torch.Tensor, Any]:
-        """Return memory for a copy, and what describes it."""
+        """Return memory for a copy, and its description."""
         if (found := self._kept.get(shape)) is None:
             made = new_memory(shape, self._dtype)
             found = made, self._describe(made)
@@ -264,9 +264,9 @@ class Copies:
 
 
 class LentCopies:
-    """Contiguous copies of tensors for calls that go on when they have returned; the memory of small ones is kept.
+    """Contiguous copies of tensors for calls that go on after they return; memory of small ones is kept.
 
-    A copy stays as it is until what comes with it is called, once, from any thread.
+    A copy comes with a function that ends its use: it is called once, from any thread.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -274,12 +274,12 @@ class LentCopies:
         self._free: dict[torch.Size, list[torch.Tensor]] = {}
 
     def to_read(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return a copy of a tensor, and what ends its use."""
+        """Return a copy of a tensor, and a function that ends its use."""
         copy, free = self._lend(tensor)
         return copy, partial(free.append, copy)
 
     def to_write(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return a copy of a tensor, and what copies it back and ends its use."""
+        """Return a copy of a tensor, and a function that copies it back and ends its use."""
         copy, free = self._lend(tensor)
 
         def finish() -> None:
@@ -289,11 +289,11 @@ class LentCopies:
         return copy, finish
 
     def _lend(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return a copy of a tensor, and where it is to be put when its use has ended."""
+        """Return a copy of a tensor, and the list to which it goes back when its use has ended."""
         shape = tensor.shape
         try:
             copy = (free := self._free[shape]).pop()
-        except (KeyError, IndexError):  # the latter if all are in use, as another thread's may be
+        except (KeyError, IndexError):  # IndexError if all are in use, such as by another thread
             copy = new_memory(shape, self._dtype)
             free = self._free.get(shape, [])
             if copy.nbytes <= COPY_KEPT:
@@ -304,7 +304,7 @@ class LentCopies:
 
 
 def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype that tensors travel in together: their own, or the real one where some are complex.
+    """Return the dtype in which tensors travel together: their own, or the real one if only some are complex.
 
     Raises c10d's error for dtypes that differ in more than that.
     """
@@ -320,12 +320,12 @@ def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 
 def real(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a complex one's two parts; a real one as it is."""
+    """Return the dtype of the two parts of a complex dtype; a real dtype as it is."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as real ones, two for each complex one, to be read."""
+    """Return a tensor's values, to be read, as real numbers: two for each complex number."""
     return torch.view_as_real(tensor.resolve_neg().resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -342,7 +342,7 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
 
 
 def quantized(call: str, tensor: torch.Tensor) -> NotImplementedError:
-    """Return c10d's error for a quantized tensor, whose values its memory alone does not say."""
+    """Return c10d's error for a quantized tensor, whose values do not follow from its memory alone."""
     return NotImplementedError(
         f"Invalid scalar type: {call} does not carry quantized tensors ({tensor.dtype}), because scale and zero point "
         "would not travel with the elements; give int_repr() or dequantize() of it, or send it as an object"
@@ -350,7 +350,7 @@ def quantized(call: str, tensor: torch.Tensor) -> NotImplementedError:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise unless a dtype is one of torch's whose values are what their memory says."""
+    """Raise unless a dtype is one of torch's that is not quantized."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"`dtype` is of type {type(dtype).__name__}; expected a torch.dtype")
     if dtype in QUANTIZED_TYPES:
@@ -358,7 +358,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def check_memory(*tensors: torch.Tensor) -> None:
-    """Raise if a dense tensor has elements and no memory, which a library would read or write at address 0."""
+    """Raise if a dense tensor has elements but no memory: a library would read or write at address 0."""
     for tensor in tensors:
         if tensor.data_ptr() < LOWEST_PLACE and tensor.nbytes and not tensor.untyped_storage().data_ptr():
             if tensor.is_meta:
@@ -373,7 +373,7 @@ def check_memory(*tensors: torch.Tensor) -> None:
 
 
 def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
-    """Raise if a list has not one tensor a rank."""
+    """Raise unless a list has one tensor for each rank."""
     if len(tensors) != size:
         raise MismatchError(f"{call}: `{name}` has {len(tensors)} tensors; expected {size}, one a rank of the group")
 
@@ -433,23 +433,23 @@ def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a tensor of bytes."""
     check_memory(tensor)
-    # a single element counts as contiguous whatever its stride, which ``view`` minds
+    # a single element is contiguous whatever its stride, but ``view`` checks the stride
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how many elements of the dtype that they travel in each tensor holds (``same_dtype``)."""
+    """Return the number of elements of each tensor, in the dtype in which they travel (``same_dtype``)."""
     return [tensor.nbytes // dtype.itemsize for tensor in tensors]
 
 
 def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensors' elements one after another, in the dtype that they travel in (``same_dtype``)."""
+    """Return the tensors' elements one after another, in the dtype in which they travel (``same_dtype``)."""
     check_memory(*tensors)
     return cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
 
 
 def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return ``torch.cat`` of tensors of one dtype, which autocast refuses if it is a narrow one other than its own."""
+    """Return ``torch.cat`` of tensors of one dtype; autocast would refuse a half type other than its own."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return torch.cat(tensors)
@@ -458,7 +458,7 @@ def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for the elements of all tensors, in the dtype that they travel in (``same_dtype``).
+    """Return memory for the elements of all tensors, in the dtype in which they travel (``same_dtype``).
 
     Raises c10d's error for tensors on several GPUs.
     """
@@ -471,12 +471,12 @@ def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.
 
 
 def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return what copies the elements of ``flat``, which are of the dtype that they travel in, to the tensors."""
+    """Return a function that copies the elements of ``flat`` to the tensors."""
 
     def copy() -> None:
         parts = flat.split(counts_in(flat.dtype, tensors))
         for tensor, part in zip(tensors, parts, strict=True):
-            # a copy, because pairs of numbers in the middle of a buffer may lie where no complex number can
+            # a copy, because a pair of numbers in a buffer may not be aligned as a complex number must be
             values = part if tensor.dtype is flat.dtype else torch.view_as_complex(part.clone().view(-1, 2))
             put(values.view(tensor.shape), tensor)
 
@@ -484,12 +484,12 @@ def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable
 
 
 def put(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values to a tensor of the same shape; elements that share their memory (``expand``) are written once."""
+    """Copy values to a tensor of the same shape; elements that share memory (``expand``) are written once."""
     if not target.is_contiguous():
         for dim, stride in enumerate(target.stride()):
             if stride == 0 and target.size(dim) > 1:
                 values, target = values.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-    if target.is_inference() and not torch.is_inference_mode_enabled():  # made in that mode, and only written there
+    if target.is_inference() and not torch.is_inference_mode_enabled():  # it may only be written in that mode
         with torch.inference_mode():
             target.copy_(values)
     else:
@@ -502,7 +502,7 @@ Places = Iterable[tuple[int, int]]  # addresses, and bytes from there on
 
 
 def do_overlap(one: Places, other: Places) -> bool:
-    """Tell whether memory at some places is shared with memory at others."""
+    """Tell whether some ranges of memory overlap others."""
     ends = [0, 0]  # of what was met of each
     for place, size, index in sorted((*each, index) for index, places in enumerate((one, other)) for each in places):
         if size and place < ends[1 - index]:

@@ -1,9 +1,9 @@
 """c10d's methods of a group: what torch's libraries call.
 
-DDP's reducer, the functional collectives and ``torch.distributed``'s own functions speak to a group by c10d's
-methods on lists of tensors and an options object. Each is a few lines that lead to the one path of a collective,
-``core.issue``. What torch's C++ calls by a Python name (``allreduce``, ``getGroupName`` …) must keep that name;
-checked against ``PyProcessGroup.hpp`` of torch 2.13.0.
+DDP's reducer, the functional collectives and ``torch.distributed``'s own functions call these methods with lists of
+tensors and an options object. Each method is a few lines that call ``core.issue``. Methods that torch's C++ calls by a
+Python name (``allreduce``, ``getGroupName`` …) must keep that name; checked against ``PyProcessGroup.hpp`` of torch
+2.13.0.
 """
 
 from __future__ import annotations

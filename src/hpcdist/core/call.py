@@ -11,7 +11,7 @@ from hpcdist.core.buffers import TensorList
 from hpcdist.core.table import Counts, Row
 from hpcdist.core.work import Work
 
-# run a call again, or begin it: on what it reads and what it writes, each a tensor, a list of tensors or None
+# run a call again, or begin it; the arguments are the input and the output: a tensor, a list of tensors or None
 Run = Callable[[Any, Any], None]
 Start = Callable[[Any, Any], Work]
 
@@ -20,14 +20,14 @@ class Call(NamedTuple):
     """One collective of one rank; before the checks its buffers are what the caller gave, such as a NumPy array."""
 
     row: Row
-    send: Any = None  # the tensor to read: ``recv`` itself for a call in place, None if this rank does not send
-    recv: Any = None  # the tensor to write; None if this rank does not receive
+    send: Any = None  # the input: the same object as ``recv`` for a call in place, None if this rank does not send
+    recv: Any = None  # the output; None if this rank does not receive
     op: Any = None  # how values are combined, for rows that reduce
     root: int | None = None  # a rank of the group, for rooted rows
-    # elements to and from each rank, for rows of shape COUNTED; those of each tensor if several are reduced as one
+    # elements to and from each rank, for rows of shape COUNTED; of each tensor if several are reduced as one
     counts: Counts | None = None
-    finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller's
-    result: list[Any] | None = None  # what the Work of the call shows, tensors or lists of them; None for the output
+    finish: Callable[[], None] | None = None  # runs when ``recv`` holds the result, such as a copy to the caller
+    result: list[Any] | None = None  # the result of the call's Work, tensors or lists of them; None for the output
     limit: float | None = None  # the seconds that it may take; None for the group's timeout
 
     @property
@@ -43,12 +43,12 @@ class Call(NamedTuple):
         return self.result if self.result is not None else [] if self.recv is None else [self.recv]
 
     def without_memory(self) -> Call:
-        """Return what may be kept of the call, to be made ``on`` other tensors: it keeps none alive."""
+        """Return the call without its tensors, to be kept and repeated ``on`` others."""
         send, recv = map(without_memory, (self.send, self.recv))
         return self._replace(send=send, recv=send if self.recv is self.send else recv, finish=None, result=None)
 
     def on(self, send: Any, recv: Any) -> Call:
-        """Return the same call on other tensors or lists of the same looks, without what follows it."""
+        """Return the same call on similar tensors or lists, without ``finish`` and ``result``."""
         are_lists = send.__class__ is recv.__class__ is list
         if send.__class__ is list:
             send = TensorList(send, self.send.dtype)
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 
 def without_memory(buffer: Any) -> Any:
-    """Return what looks like a tensor or a list and keeps none alive; None of None."""
+    """Return a stand-in for a tensor or list, with its sizes and without its memory; None for None."""
     if buffer is None:
         return None
     if buffer.__class__ is TensorList:
@@ -73,7 +73,7 @@ def without_memory(buffer: Any) -> Any:
 
 
 def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
-    """Return what runs one step and then another, if there is one."""
+    """Return a function that calls both; the second may be None."""
     if then is None:
         return first
 

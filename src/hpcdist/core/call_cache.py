@@ -1,16 +1,16 @@
 """Call cache: skips the checks of a call that is like an earlier one.
 
-Programs make calls of few kinds over and over. That the tensors are plain, what carries them, by what plan the backend
-runs them: all of it follows from how the tensors look, and torch can compare those of a call with earlier ones at once.
-``hpcdist.torch_bridge.compiler`` knows that comparison and installs it here; without it every call makes all checks.
+Programs repeat calls of a few kinds. Whether the tensors are plain, which backend carries them and by which plan: all
+of it follows from the tensors' metadata, and torch can compare that of a call with an earlier one's by one function of
+C++. ``hpcdist.torch_bridge.compiler`` finds that function and installs it; without it every call makes all checks.
 
-A kind of CPU tensors has any sizes: one tensor, two contiguous ones whose sizes fit, or a list of such of one size. If
-the sizes decide more than that, as with splits, they are part of the looks.
+One entry serves CPU tensors of any sizes: one tensor, two contiguous ones whose sizes fit, or a list of tensors of one
+size. If sizes decide more, as with splits, they are part of the comparison.
 
-To prepare for a repetition takes 4 µs and more, and to compare a call with another 0.2, which calls that hardly repeat
-would never earn back. So a group looks at one call in 31: that shares no factor with the number of calls that a loop
-usually has, so each of them is seen. It prepares for a kind at once, for sizes when it has seen them twice, and of each
-collective it keeps a few, those that come most often first.
+To prepare an entry takes 4 µs and more, and each comparison 0.2 µs, which is lost on calls that hardly repeat. So a
+group looks at one call in 31: a number that shares no factor with the usual number of calls in a loop, so that each of
+them is seen. It makes an entry for any sizes at once, one for certain sizes when it has seen them twice, and keeps a
+few of each collective, the most frequent first.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
 
-Likeness = Callable[..., bool]  # takes as many tensors as it was made from; False for all that is not a tensor
+Likeness = Callable[..., bool]  # takes as many arguments as tensors that it was made from; False if one is not a tensor
 
 LIST: Any = list
 NBYTES = attrgetter("nbytes")
-LOOKS = 31  # at one call in so many
-KEPT = 8  # calls of a collective
-SEEN = 32  # of those that are not prepared, how many are remembered
+LOOKS = 31  # the cache looks at one call in so many
+KEPT = 8  # entries of a collective
+SEEN = 32  # how many other calls of a collective are remembered
 NEVER = 1 << 62  # bytes
-PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # an op with a factor of its own is planned again by every call
+PLAIN_OPS = (ReduceOp.RedOpType, type(None))  # a PREMUL_SUM has a factor, and is planned at every call
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedCall:
-    """A call that came again, and what need not be asked of the next one."""
+    """An entry of the cache: a call that came again, and all that follows from its metadata."""
 
     op: Any
     counts: Counts | None  # as ``issue`` was given them
     in_place: bool  # whether one tensor is input and output
-    is_like: Likeness  # compares looks with this call's: takes one tensor if it is in place, else what both sides are
-    row: Row | str  # with the next two for the record; of the input
-    shape: torch.Size | None  # None if a call may have another
+    is_like: Likeness  # compares metadata: takes one tensor if the call is in place, else input and output
+    row: Row | str  # this and the next two are for the journal's record; of the input
+    shape: torch.Size | None  # None if other calls may have another shape
     dtype: torch.dtype | None
-    large_from: int  # the bytes of a tensor from which on the worker is woken at once if the call is asynchronous
+    large_from: int  # tensors of so many bytes wake the worker at once if the call is asynchronous
     backend: Backend
     run: Run
-    run_queued: Run  # on a thread that may be in other modes of autograd; plain tensors do without
+    run_queued: Run  # for a thread that may be in other modes of autograd; the same as ``run`` for plain tensors
     start: Start | None  # begins it and returns its Work, if the library queues calls on its device
 
 
 class CachedMessage(NamedTuple):
-    """A send or receive that came again: how its tensor looks, what carries it, and what it is recorded as."""
+    """A send or receive that came again: the comparison of its tensor, its backend, and the dtype of its record."""
 
     is_like: Likeness
     backend: Backend
     dtype: torch.dtype
-    # makes what is sent or received, unless it is the tensor, and what is to be run when the message has ended
+    # returns the memory to send or receive, and a function to run at the message's end; None for the tensor itself
     staged: Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], None] | None]] | None
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
-    """The calls of one group that came again, by collective, of rooted ones with the root; those with counts apart."""
+    """The repeated calls of one group, by collective; of rooted ones and those with counts by collective and root."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[Any, list[Any]] = {}  # the last looks of other calls
 
     def is_again(self, kind: Any, looks: Any) -> bool:
-        """Tell whether a call with these looks was seen before; remember that it was."""
+        """Tell whether a call with these properties was seen before, and remember it."""
         seen = self.seen.setdefault(kind, [])
         if looks in seen:
             seen.remove(looks)
@@ -87,7 +87,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         return False
 
     def has(self, kind: Any, op: Any, counts: Counts | None, send: Any, recv: Any) -> bool:
-        """Tell whether a call is like one that came again, and so needs no check but that its tensors have memory."""
+        """Tell whether a call is like a repeated one, so that only its tensors' memory needs a check."""
         in_place = recv is send
         for known in self.get(kind, ()):
             if (
@@ -100,20 +100,20 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         return False
 
     def keep(self, kind: Any, prepared: Any) -> None:
-        """Keep what was prepared for a call, and forget the oldest of many."""
+        """Add an entry, and drop the oldest of many."""
         self[kind] = (prepared, *self.get(kind, ()))[:KEPT]
 
     def advance(self, kind: Any, prepared: Any) -> None:
-        """Let a call be the first that later ones are compared with: each further one takes 0.2 µs."""
+        """Move an entry to the front: each comparison before it takes 0.2 µs."""
         self[kind] = (prepared, *(each for each in self[kind] if each is not prepared))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all entries."""
         super().clear()
         self.seen.clear()
 
     def look(self, given: Call, made: Call, backend: Backend) -> None:
-        """Look at a call, with what the caller gave and with what the backend got; prepare if it was seen before."""
+        """Look at a call as the caller gave it and as the backend got it; add an entry if it may come again."""
         row, send, recv, op, root, counts, *_ = given
         if hooks.likeness is None or op.__class__ not in PLAIN_OPS:
             return
@@ -133,7 +133,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         if counts is not None:
             sent: Any
             received: Any
-            sent, received = map(as_splits, counts)  # whose entries may be tensors that change; either may be None
+            sent, received = map(as_splits, counts)  # their entries may be tensors, which change; either may be None
             counts = sent, received
         looks = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in tensors]
         kind = row if root is None and counts is None else (row, root)
@@ -159,7 +159,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         )  # fmt: skip
 
     def look_at_message(self, what: str, tensor: Any, memory: torch.Tensor, backend: Backend) -> None:
-        """Look at a message, ``isend`` or ``irecv``, of a tensor and of the memory that was sent or received for it."""
+        """Look at an ``isend`` or ``irecv``: its tensor, and the memory that was sent or received for it."""
         if hooks.likeness is None or tensor.__class__ not in PLAIN_TYPES:
             return
         is_own, is_same = memory is tensor, memory.data_ptr() == tensor.data_ptr()
@@ -172,7 +172,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
 
 
 def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
-    """Return the tensors that a call reads and writes, in order; those of a call in place once."""
+    """Return the tensors of a call's input and output, in order; of a call in place once."""
     tensors: list[torch.Tensor] = []
     for side in (send,) if recv is send else (send, recv):
         if side.__class__ is TensorList:
@@ -185,18 +185,18 @@ def tensors_of(send: Any, recv: Any) -> list[torch.Tensor]:
 
 
 def has_any_size(given: Call, made: Call) -> bool:
-    """Tell whether a call of contiguous tensors is one of its kind whatever their sizes, as long as these fit."""
+    """Tell whether a call of contiguous tensors can be repeated with other sizes, as long as these fit."""
     if given.counts is not None:
         return False
-    if given.row is ALL_TO_ALL_SINGLE:  # rows are to be divided among the ranks, and of one dimension they are elements
+    if given.row is ALL_TO_ALL_SINGLE:  # rows are divided among the ranks, and with one dimension they are elements
         return made.send.dim() == made.recv.dim() == 1
     return made.counts is None or len({*made.counts[0], *made.counts[1]}) == 1
 
 
 def are_flat(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether what looks like some tensors is contiguous if they are, as ``hooks.likeness`` compares them.
+    """Tell whether the comparison of ``hooks.likeness`` with these tensors implies that others are contiguous as well.
 
-    Of a single dimension it compares the stride, and a tensor of one element is contiguous whatever that is.
+    With one dimension it compares the stride, and a tensor of one element is contiguous whatever its stride.
     """
     return all(
         each.dim() == 0 or (each.dim() == 1 and (each.stride(0) == 1 or not each.is_contiguous())) for each in tensors
@@ -204,7 +204,7 @@ def are_flat(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def one_like(tensor: torch.Tensor) -> Likeness:
-    """Return what tells whether a tensor of any size looks like one."""
+    """Return a predicate: whether a tensor of any size is like this one."""
     assert hooks.likeness is not None
     check, contiguous = hooks.likeness(tensor, any_size=True), torch.Tensor.is_contiguous
     if are_flat([tensor]):
@@ -215,13 +215,13 @@ def one_like(tensor: torch.Tensor) -> Likeness:
 
 
 def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness:
-    """Return what tells whether a call reads and writes what looks like this one's tensors.
+    """Return a predicate: whether another call's input and output are like this one's.
 
-    If the sizes may be others that fit, it needs the number of ranks of the group, else 0.
+    ``ranks`` is the number of ranks of the group if other sizes that fit are allowed, else 0.
     """
     row, send, recv, *_ = call
     if not tensors:
-        return lambda _: not hooks.has_modes()  # which look at calls without tensors too
+        return lambda _: not hooks.has_modes()  # modes see calls without tensors too
     assert hooks.likeness is not None
     check = one_like(tensors[0]) if ranks and len(tensors) == 1 else hooks.likeness(*tensors, any_size=bool(ranks))
     if send is None:
@@ -250,7 +250,7 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
 
 
 def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
-    """Return what asks of all tensors of a call with lists like these, in order."""
+    """Return a predicate on a call with lists like these: ``check`` of all of its tensors, in order."""
     is_read, is_written = send.__class__ is LIST, recv.__class__ is LIST
     length = len(send if is_read else recv)
 
@@ -269,24 +269,25 @@ def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Tell whether ``copy_`` moves a tensor's values from and to other memory.
+    """Tell whether ``copy_`` can move a tensor's values to and from other memory.
 
-    Values that share memory are written once; what autograd sees is not copied as it is.
+    It cannot if elements share memory, which are written once, or if autograd would record the copy.
     """
     return not (0 in tensor.stride() or tensor.requires_grad or tensor.is_inference())
 
 
 def detached(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Return a tensor outside autograd; nothing is to be run when its message has ended."""
+    """Return a tensor outside autograd, and nothing to run when its message has ended."""
     return tensor.detach(), None
 
 
-# what makes of what a caller gave the values that stand for it and the backend's buffers; whether some are copies
+# a function from a caller's tensor, or list, to (the values that a copy back reads, the backend's buffer); whether
+# some of them are copies
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
 def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
-    """Return how the backend's buffers are made of a caller's tensors; empty if they are, None if that is not easy."""
+    """Return how to make a backend's buffers of a caller's tensors: () if they are these, None if that is not easy."""
     tensors, buffers = tensors_of(send, recv), tensors_of(made.send, made.recv)
     if len(tensors) != len(buffers):
         return None
@@ -317,7 +318,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     if buffer.nbytes != given.nbytes:
         return None
     describe: Any = torch.view_as_real if is_real else lambda tensor: tensor
-    if buffer.data_ptr() == given.data_ptr() and not given.is_conj():  # of no elements all addresses are one
+    if buffer.data_ptr() == given.data_ptr() and not given.is_conj():  # all empty tensors have the same address
         return (lambda tensor: (tensor, describe(tensor.detach()))), False
     if not is_strided(given) or buffer.is_inference():
         return None
@@ -326,7 +327,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
 
 
 def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:
-    """Return what runs a call on buffers that are made of its tensors."""
+    """Return a function that runs a call on buffers that are made of its tensors."""
     (reads, _), (writes, is_copy) = first, second
 
     def run_staged(send: Any, recv: Any) -> None:

@@ -1,13 +1,13 @@
-"""Call log of a group on several nodes: what its ranks compare of the calls that they have begun.
+"""Call log of a group on several nodes: the numbers and sums by which its ranks compare the calls that they have begun.
 
-No rank sees another node's call board, so that calls are compared behind: ``watch.call_exchange`` tells a rank of the
-next node where this rank is, by the number of its last call and a sum over the words of all its calls. The one that has
+No rank sees another node's call board, so these calls are compared after they were begun: ``watch.call_exchange`` sends
+a rank of the next node the number of this rank's last call and a sum over the words of all its calls. The rank that has
 made more calls compares, because it knows its own sum at the other's number. Different sums mean different calls, and
-the words that both still have tell the first of them.
+the words that both still have show the first of them.
 
-The sum has a part for each block of calls, so that it costs a call almost nothing. Shares of ranks' own are no part of
-it: what two ranks send each other is for them to compare, which they do if they are on one node. If one rank's shares
-are all equal and another's are not, sums differ though the calls are one; then the difference is remembered.
+The sum is made block by block, so that it costs a call almost nothing. It leaves out the shares that only some ranks
+know: two ranks compare what they send each other if they are on one node. If one rank's shares are all equal and
+another's are not, the sums differ although the calls match; that difference of the sums is remembered.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Read = tuple[list[int], list[int]]  # the same as numbers
 
 
 class CallPosition(NamedTuple):
-    """Where a rank is."""
+    """How far a rank has come."""
 
     number: int  # of its last call
-    start: int  # the sum over the calls of the blocks before its
+    start: int  # the sum over the calls of the blocks before its own
     total: int  # the sum over all calls
 
 
@@ -76,12 +76,12 @@ class CallLog:
         self._rings, self.last, self._is_one, self._text = (whats, sizes), last, is_one, text
         self._starts = {0: 0}  # by block: the sum over the calls before it
         self._blocks: dict[int, Words] = {}
-        self._offsets: dict[int, int] = {}  # by rank: how much more this rank's sum is, although the calls are one
+        self._offsets: dict[int, int] = {}  # by rank: how much larger this rank's sum is, although the calls match
         self._kinds: set[tuple[int, int]] = set()  # the words of the calls so far, without their numbers
         self.is_ending = False  # whether this rank makes no more calls
         self.failure: str | None = None  # why the group takes no more calls: the difference that was found
         self.was_raised = False  # whether this rank has raised it
-        self.failed_at = 0.0  # when it was found, or told
+        self.failed_at = 0.0  # when it was found, or received
         self.tells = False  # whether this rank still has to send it to others
         # of the exchange
         self.ranks: Sequence[int] = ()  # the group's, as the world counts them
@@ -101,7 +101,7 @@ class CallLog:
             self._blocks.pop(block - KEPT, None)
 
     def is_new(self, what: int, size: int) -> bool:
-        """Tell whether this rank has not made such a call, and is to compare it before MPI does.
+        """Tell whether this rank has not made such a call before, and so compares it before MPI runs it.
 
         If sizes change all the time, that ends after ``NEW_KINDS`` calls: each waits for a datagram.
         """
@@ -112,7 +112,7 @@ class CallLog:
         return True
 
     def close(self) -> None:
-        """Take note that there are no more calls, and read the ring no more."""
+        """Record that there are no more calls; the ring is not read again."""
         number = self.last()
         self.last = lambda: number
         self._blocks[number // BLOCK] = self.words(number // BLOCK, number)
@@ -124,7 +124,7 @@ class CallLog:
             raise CallsDifferError(self.failure)
 
     def fail(self, failure: str, tells: bool) -> None:
-        """Take note that calls differ; ``tells`` as the attribute."""
+        """Record that calls differ; ``tells`` as the attribute."""
         if self.failure is None:
             self.failure, self.tells, self.failed_at = failure, tells, time.monotonic()
 
@@ -144,7 +144,7 @@ class CallLog:
         return (words[0][:length], words[1][:length]) if words is not None else (b"", b"")
 
     def at(self, number: int) -> CallPosition | None:
-        """Return where this rank was at a call; None if it has not come to it, or that is not known any more."""
+        """Return this rank's position at a call; None if it has not made that call, or does not know any more."""
         block = number // BLOCK
         start = self._starts.get(block)
         words = self.words(block, number)
@@ -163,17 +163,17 @@ class CallLog:
 
     @property
     def leader(self) -> int:
-        """The rank of this node that speaks for it."""
+        """The rank of this node that exchanges with other nodes."""
         return self.nodes[self._node][0]
 
     def neighbours(self) -> list[int]:
-        """Return a rank of the next node, and one of the node before."""
+        """Return a rank of the next node, and one of the previous node."""
         peers = self.nodes[self._node]
         found = [self.nodes[(self._node + step) % len(self.nodes)] for step in (1, -1)]
         return list(dict.fromkeys(ranks[peers.index(self.rank) % len(ranks)] for ranks in found))
 
     def listeners(self) -> list[int]:
-        """Return the ranks to inform about a failure: those of its node, and one on each node 1, 2, 4, … further."""
+        """Return the ranks to inform about a failure: those of its node, and one on each node 1, 2, 4, … further on."""
         found = [each for each in self.nodes[self._node] if each != self.rank]
         step, count = 1, len(self.nodes)
         while step < count:
@@ -182,7 +182,7 @@ class CallLog:
         return found
 
     def agrees(self, rank: int, place: CallPosition) -> bool:
-        """Tell whether another rank has made the calls that this one has, as far as both are known."""
+        """Tell whether another rank has made the same calls as this one, as far as both are known."""
         own, offset = self.at(place.number), self._offsets.get(rank, 0)
         return own is None or (own.start, own.total) == (
             (place.start + offset) % MODULUS,

@@ -12,13 +12,13 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 from hpcdist.core.table import MESSAGE_METHODS, METHODS
 
-# what the backend of a device type has of the group's methods
+# the group's methods that the backend of a device type has too
 OTHERS = ("monitored_barrier", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group")
 CARRIED = {*METHODS, *filter(None, METHODS.values()), *MESSAGE_METHODS, *OTHERS}
 
 
 class DeviceBackend:
-    """What torch's libraries ask about the backend of a device type (c10d's ``Backend``)."""
+    """The backend of a device type, as torch's libraries see it (c10d's ``Backend``)."""
 
     supports_splitting = True
     supports_time_estimate = False
@@ -55,7 +55,7 @@ class DeviceBackend:
         self._group.bound_device_id = device
 
     def abort(self) -> None:
-        """End what is under way on this device type, if the library can, without the other ranks."""
+        """Abort the calls under way on this device type, if the library can, without the other ranks."""
         self._backend.faults.interrupt(f"group {self._group.group_name!r} was aborted")
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

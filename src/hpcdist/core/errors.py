@@ -18,8 +18,8 @@ from hpcdist.core import hooks
 class MismatchError(ValueError, RuntimeError):
     """Sizes, dtypes or ranks that do not fit a call.
 
-    c10d checks some of them in Python (ValueError) and some in C++ (RuntimeError), and which one where depends on the
-    call and the backend; this is caught as either.
+    c10d checks some of them in Python (ValueError) and some in C++ (RuntimeError), depending on the call and the
+    backend; this is caught as either.
     """
 
 
@@ -28,12 +28,12 @@ class CallsDifferError(MismatchError, DistError):
 
 
 def explained(text: str, name: str) -> str:
-    """Return a message with the command that prints its entry on the page of errors, which a test knows to be there."""
+    """Return a message with the command that prints its entry on the page of errors; a test finds each entry."""
     return f"{text} [python -m hpcdist explain {name}]"
 
 
 def end_all(steps: Iterable[Callable[[], Any]]) -> None:
-    """Take all steps of an end, also after one that failed, and then raise the first error; Ctrl-C raises at once."""
+    """Run all steps of an end, also after one that failed, then raise the first error; Ctrl-C raises at once."""
     first: Exception | None = None
     for step in steps:
         try:
@@ -49,9 +49,9 @@ def not_initialized() -> ValueError:
 
 
 def destroyed(group: Any) -> ValueError:
-    """Return the error of a call on something that is not, or is no longer, a live group.
+    """Return the error of a call on a group that does not exist, or not any more.
 
-    A daemon thread whose process ends gets no error. It stops here, as Python stops it a little later.
+    A daemon thread of a process that ends gets no error: it stops here, as Python would stop it a little later.
     """
     if hooks.is_ending and threading.current_thread() is not threading.main_thread():
         threading.Event().wait()
@@ -63,7 +63,7 @@ def destroyed(group: Any) -> ValueError:
 
 
 def run_hook(hook: Callable[..., Any], *exception: Any) -> None:
-    """Have a hook of others print an uncaught exception; if it fails, print how, and go on."""
+    """Let another hook print an uncaught exception; if it fails, print its error, and go on."""
     try:
         hook(*exception)
     except Exception:

@@ -1,8 +1,8 @@
 """Factory of groups: makes each one and registers it in the world, whose groups the watchdog looks at.
 
-It is the only caller of the constructor. Whatever asks for a group (init, new_group, a split, torch's registries,
-dist2, a shrink, an elastic job) gets one that has a timeout and a report, that a forked child leaves to its parent, and
-whose calls the end of the process waits for.
+It is the only caller of the constructor. All groups (of init, new_group, a split, torch's registries, dist2, a shrink,
+an elastic job) have a timeout and a report, belong to the parent after a fork, and the end of the process waits for
+their calls.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def split_group(
     group_desc: str | None = None,
     device_types: list[torch.device] | None = None,
 ) -> ProcessGroup | None:
-    """Make a group of some ranks of this one, which torch's tables do not have; the members call.
+    """Make a group of some ranks of this one, without an entry in torch's tables; the members call.
 
     Args:
         self: this group.
@@ -90,7 +90,7 @@ def split_group(
     if self.rank() not in ranks:
         return None
     members, limit = [self.ranks[rank] for rank in ranks], timeout or self.timeout
-    own_name = self.next_name(members)  # no two groups meet under one name, although one was given them
+    own_name = self.next_name(members)  # so that no two groups meet under one name, although the caller gave the same
     return make(
         members,
         self.create_backends(ranks, own_name, limit, kinds),

@@ -1,6 +1,6 @@
 """Process group: ranks, a name, a time limit, and one backend per device type.
 
-What torch's libraries see of it, a ``torch.distributed.ProcessGroup``, is added in ``core.process_group``.
+``core.process_group`` adds what torch's libraries need: the class ``torch.distributed.ProcessGroup``.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work, check_timeout
 
 UNGROUPED = nullcontext()
-DAEMON_SECONDS = 0.05  # that the end of a group waits for a call of a daemon
+DAEMON_SECONDS = 0.05  # seconds that the end of a group waits for a call of a daemon thread
 
 
 def hashed_name(*parts: object) -> str:
-    """Return a short name made of some parts."""
+    """Return a short name: a hash of some parts."""
     return hashlib.sha1("_".join(map(str, ("hpcdist", *parts))).encode(), usedforsecurity=False).hexdigest()
 
 
 def label(group: Group) -> str:
-    """Return how messages call a group: by its description, if the user gave one."""
+    """Return the name of a group in messages: with its description, if the user gave one."""
     name = group.group_name if group.group_desc in ("", "undefined", "default_pg") else group.group_desc
     return f"group '{name}'"
 
 
 class ParentsBackend:
-    """Backend in a forked child, which refuses all calls: the MPI, sockets and threads are its parent's."""
+    """Backend in a forked child, which refuses all calls: MPI, sockets and threads belong to its parent."""
 
     has_groups = False
     ends_waits = True  # nothing here waits for the parent's calls
@@ -50,7 +50,7 @@ class ParentsBackend:
 
     def __init__(self, inner: Backend) -> None:
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
-        self._inner = inner  # kept: what ends with its last reference would be ended for the parent
+        self._inner = inner  # kept: objects that end with their last reference would be ended for the parent too
 
     def abort(self, reason: str = "") -> None:
         """Leave the communicator as it is."""
@@ -58,7 +58,7 @@ class ParentsBackend:
     close = abort
 
     def pending(self) -> list[Work]:
-        """Return no call: what the parent has under way raises here."""
+        """Return no calls: waits for the parent's calls raise here."""
         return []
 
     def __getattr__(self, name: str) -> Any:
@@ -78,15 +78,15 @@ class ParentsBackend:
         works = [*getattr(self._inner, "unfinished", ()), *(queue.pending() if queue is not None else ())]
         for work in works:
             work.__dict__.pop("_event", None)  # the parent's profiler
-            Work._finish(work, self._refusal())  # without what a subclass does to the library's part
+            Work._finish(work, self._refusal())  # the base class's: a subclass would touch the library
 
 
 class Group:
     """A set of ranks that communicate."""
 
-    asked_name: str | None = None  # what a script on ``torch.distributed`` calls the backend, if it says so
+    asked_name: str | None = None  # the backend's name for a script on ``torch.distributed``, if that differs
     bound_device_id: torch.device | None = None  # the device given as ``device_id``
-    end_reason = ""  # why it was aborted
+    end_reason = ""  # the reason of an abort
     is_own_world = False  # whether the end of the default group does not end it (``dist2``)
 
     def __init__(
@@ -113,13 +113,13 @@ class Group:
             if backend is not self.cpu and backend.peer is None:
                 backend.peer = self.cpu
         self.journal = Journal(self._name)  # the calls of this rank on the group
-        self.left: list[Backend] = []  # of a group that has ended: another thread may still be in a call on them
+        self.left: list[Backend] = []  # of a group that has ended: another thread may still be in a call of theirs
         self._ended: dict[Backend, None] = {}
-        self.is_watched = True  # whether the watchdog looks at such calls: not if only daemons are in them
-        self.named: Counter[tuple[int, ...]] = Counter()  # how often each list of ranks was named by ``next_name``
-        self.making: list[list[int]] = []  # the global ranks of groups that only their members make, on this rank
-        self.known = CallCache()  # what need not be asked of a collective that repeats the last one of its kind
-        self.kept: dict[str, Any] = {}  # what calls of the layers above keep for the next one, by their names
+        self.is_watched = True  # whether the watchdog looks at such calls: not if only daemon threads are in them
+        self.named: Counter[tuple[int, ...]] = Counter()  # how often ``next_name`` was called for each list of ranks
+        self.making: list[list[int]] = []  # global ranks of groups that this rank and other members make
+        self.known = CallCache()  # the calls that are repeated without checks
+        self.kept: dict[str, Any] = {}  # kept by calls of the layers above for the next one, by their names
         self.coalescing: list[tuple[Call, HeldWork | None]] | None = None  # the calls held back by a coalescing manager
 
     @property
@@ -141,9 +141,9 @@ class Group:
         return self._name
 
     def next_name(self, ranks: Sequence[int]) -> str:
-        """Return a name for the next group of some ranks of this one, which its members find without asking anyone.
+        """Return a name for the next group of some ranks of this one; its members find the same without communication.
 
-        It does not depend on other groups, whose splits another thread may make in between.
+        It does not depend on other groups: another thread may split these in between.
         """
         self.named[tuple(ranks)] += 1
         return hashed_name(self._name, *ranks, self.named[tuple(ranks)])
@@ -157,7 +157,7 @@ class Group:
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, in the user's words."""
+        """The user's description of the group."""
         return self._description
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class Group:
         return next(iter(self.backends.values()))
 
     def during(self, call: str, peer: int | None = None) -> AbstractContextManager[object]:
-        """Begin a call without a tensor, once those queued before it have ended; it blocks in the context returned.
+        """Begin a call without a tensor, after all queued calls have ended; it blocks inside the context returned.
 
         At the debug level DETAIL it is compared with the other ranks' calls first. ``peer`` is its root or other rank.
         """
@@ -199,10 +199,10 @@ class Group:
     def create_backends(
         self, ranks: Sequence[int], name: str, timeout: timedelta, kinds: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Make communicators of some ranks of this group, which are the only ones to call; by device type.
+        """Make communicators of some ranks of this group, by device type; only these ranks call.
 
-        The name is the same on all of them, and keeps apart what is made at once. ``kinds`` are the device types to
-        carry; None stands for all of this group.
+        The name is the same on all of them, and keeps apart groups that are made at the same time. ``kinds`` are the
+        device types; None stands for all of this group.
         """
         members = [self.ranks[rank] for rank in ranks]
         self.making.append(members)
@@ -213,7 +213,7 @@ class Group:
             self.making.remove(members)
 
     def grouped(self) -> AbstractContextManager[Any]:
-        """Launch the calls begun inside together, on the backends that can."""
+        """Launch the calls begun inside together, on backends that can do so."""
         able = [backend for backend in self.backends.values() if backend.has_groups]
         if not able:
             return UNGROUPED
@@ -223,13 +223,13 @@ class Group:
             return groups.pop_all()
 
     def derive(self, make: Callable[[Backend], Any], kinds: Collection[str] | None = None) -> dict[str, Any]:
-        """Return by device type what is made of each backend, which may carry several; of some types, or of all."""
+        """Return, by device type, the result of ``make`` for each backend, called once even if it has several types."""
         kept = {kind: each for kind, each in self.backends.items() if kinds is None or kind in kinds}
         made = {each: make(each) for each in dict.fromkeys(kept.values())}
         return {kind: made[each] for kind, each in kept.items()}
 
     def detach(self) -> None:
-        """Make no calls any more, in a forked child; one of a group's several ranks would be there twice."""
+        """Refuse all calls from now on, in a forked child: it would be a second process with the same rank."""
         if self.size() > 1:
             self.backends = self.carriers = theirs = self.derive(ParentsBackend)
             self.cpu = self.backends.get("cpu")
@@ -239,7 +239,7 @@ class Group:
                 each.give_up()
 
     def revoke(self, reason: str) -> None:
-        """Make calls under way raise: on all ranks if the library can do so, else on this one if it can."""
+        """Make calls under way raise: on all ranks if the library can, else on this one if it can."""
         for backend in dict.fromkeys(self.backends.values()) or self.left:
             if not backend.faults.revoke(reason):
                 backend.faults.interrupt(reason)
@@ -258,7 +258,7 @@ class Group:
         errors.end_all(partial(backend.abort, reason) for backend in self._forget(reason))
 
     def end(self) -> None:
-        """Begin no more calls, as the process ends; the communicators stay for those that are under way."""
+        """Let no more calls begin, as the process ends; the communicators stay for those that are under way."""
         self._ended = self._forget("this process ends")
 
     def end_threads(self) -> None:
@@ -267,7 +267,7 @@ class Group:
             errors.end_all(backend.end_threads for backend in self._ended)
 
     def close(self) -> None:
-        """Free the communicators; every rank of the group calls it, and the watchdog looks on until it is done.
+        """Free the communicators; every rank of the group calls it, and the watchdog watches until it is done.
 
         Receives that wait for a message raise. Other calls of other threads are waited for; a daemon that is in one is
         left in it if the library cannot end it, and the communicators with it.
@@ -281,7 +281,7 @@ class Group:
                 if self._await_other_threads():
                     errors.end_all(
                         backend.close for backend in reversed(backends)
-                    )  # the CPU's last: others met over it
+                    )  # the CPU's last: the others were made over it
                 else:
                     self.abort(reason)
         finally:
@@ -300,7 +300,7 @@ class Group:
         return True
 
     def _forget(self, reason: str) -> dict[Backend, None]:
-        """Have no communicators any more, for a reason; return those that there were."""
+        """Drop the communicators, for a reason, and return them."""
         forgotten = dict.fromkeys(self.backends.values())
         for work in [work for backend in forgotten for work in backend.pending()]:
             work._outlive(reason, self.timeout.total_seconds())

@@ -1,7 +1,7 @@
-"""Hooks: the places where upper layers install what core calls but does not know.
+"""Hooks: functions of upper layers that core calls without importing them.
 
-Each is a variable of this module. Until an upper layer sets it, it does nothing, so core works without them. They are
-read as ``hooks.NAME`` at each use.
+Each is a variable of this module, read as ``hooks.NAME`` at each use. Until an upper layer sets it, it does nothing, so
+core works without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Event(Protocol):
 
 
 def nothing(*_: Any) -> Any:
-    """Stand for what nobody has installed: do nothing, and return an empty text, which is false."""
+    """Do nothing, and return an empty text, which is false: the default of hooks."""
     return ""
 
 

@@ -1,8 +1,8 @@
-"""Way of a collective from its public function to the backend: group, checks, buffers, Work, once for all of them.
+"""Path of every collective from its public function to the backend: group, checks, buffers, Work.
 
-Every collective takes it, of the functions of ``hpcdist``, of torch's methods of a group and of lists alike, whether it
-blocks or not. A call that is like one of the last of its row runs at once (``core.call_cache``); any other is checked
-here, and nowhere else, and becomes one record that the backend carries out.
+The functions of ``hpcdist``, torch's methods of a group and the list forms all take it, blocking or not. A call that is
+like one of the last of its row runs at once (``core.call_cache``); any other is checked here, and nowhere else, and
+becomes one record that the backend carries out.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def issue(
         kind = row if root is None and counts is None else (row, root)
         kept = pg.known.get(kind, ())
         for known in kept:
-            if (  # as ``CallCache.has``, for latency
+            if (  # the same as ``CallCache.has``, without the call, for latency
                 known.op is op
                 and known.in_place is (recv is send)
                 and known.counts == counts
@@ -154,7 +154,7 @@ def issue(
                     first = tensor[0] if tensor.__class__ is list else tensor
                     is_large = first is not None and first.nbytes >= known.large_from
                     return queue.put(known.run_queued, result, is_large, record, (send, recv))
-                mark = record, None, get_ident(), None  # as ``Journal.blocking`` does, for latency
+                mark = record, None, get_ident(), None  # ``Journal.blocking`` without the call, for latency
                 is_first = journal.current is None and not journal.further
                 if is_first:
                     journal.current = mark
@@ -179,7 +179,7 @@ def issue(
         written = read if recv is send else on_memory(recv) if has_arrays(recv) else recv
         if read is not send or written is not recv:
             return issue(row, pg, read, written, op, root, async_op, counts)
-    elif ARRAY in sides:  # that had more to do
+    elif ARRAY in sides:  # arrays that need a copy
         target = None if recv is None else as_tensor(recv, "tensor", writable=True)
         source = target if send is recv else None if send is None else as_tensor(send, "tensor")
         return issue(row, pg, source, target, op, root, async_op, counts)
@@ -187,7 +187,7 @@ def issue(
 
 
 def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
-    """Run or begin a collective on anything that a caller may give: the general way of ``issue``."""
+    """Run or begin a collective on any input that a caller may give: the general way of ``issue``."""
     row, send, recv, *_ = made = call
     pg: Any = group if isinstance(group, Group) and group.backends else member_group(group, row.name)
     if pg is None:
@@ -226,7 +226,7 @@ def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work:
 
 
 def hold(pg: Group, call: Call, async_op: bool) -> HeldWork | None:
-    """Check a call and leave it to a coalescing manager, which makes it; the caller may change its lists meanwhile."""
+    """Check a call and leave it to a coalescing manager; the caller may change its lists meanwhile."""
     check(pg, call)
     send, recv, held = call.send, call.recv, HeldWork() if async_op else None
     if list in (send.__class__, recv.__class__):
@@ -238,9 +238,9 @@ def hold(pg: Group, call: Call, async_op: bool) -> HeldWork | None:
 
 
 def make_one(pg: Group, call: Call, async_op: bool) -> Work | None:
-    """Make one of several calls that were checked; a blocking one only begins if its library launches all at once."""
+    """Make one of several calls that were checked; if the library launches all at once, a blocking one only begins."""
     row, send, recv, op, root, counts, finish, result, _ = call
-    if not async_op and counts is not EACH:  # whose tensors each ask for themselves
+    if not async_op and counts is not EACH:  # then each tensor has its own backend
         tensor = recv if send is None else send
         if tensor.__class__ is list:
             tensor = tensor[0]
@@ -254,7 +254,7 @@ def make_one(pg: Group, call: Call, async_op: bool) -> Work | None:
 def begin_all(
     pg: Group, name: str, inputs: Sequence[torch.Tensor], calls: Iterable[Work | None], result: list[Any]
 ) -> Work:
-    """Make calls that are one for the caller: one Work, and one event of a profiler with the shape of each input."""
+    """Make several calls as one of the caller's: one Work, and one event of a profiler with the shape of each input."""
     event = None
     if inputs and hooks.is_profiled():
         event = profiling.begin(pg, pg.backend(inputs[0].device), name, inputs)
@@ -264,12 +264,12 @@ def begin_all(
         work = AllWork([work for work in calls if work is not None], result)
     work._ends(event)
     if not work.is_completed():
-        work._pursue()  # the event ends though nobody waits
+        work._pursue()  # the event ends even if no thread waits
     return work
 
 
 def check(pg: Group, call: Call) -> None:
-    """Raise what a call would raise before anything is sent: one of several that are made only if all of them fit."""
+    """Check one of several calls that are made only if all are right: raise its error before anything is sent."""
     row, send, recv, op, root, counts, *_ = call
     if pg.known.has(row if root is None and counts is None else (row, root), op, counts, send, recv):
         check_memory(*tensors_of(send, recv))
@@ -279,7 +279,7 @@ def check(pg: Group, call: Call) -> None:
         return
     sides = send.__class__, recv.__class__
     if hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper((send, recv))):
-        return  # they take the call over
+        return  # these carry out the call themselves
     if list in sides and row in lists.ARRANGED:
         _, send, recv, *_ = call = lists.arranged(pg, call, True)
     if row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
@@ -292,7 +292,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
     """Check a call on tensors, and return its backend and the call on contiguous memory."""
     row, send, recv, op, root, counts, then, result, _ = call
     in_place = send is recv
-    # what is not a root may leave one side out: of a scatter what it sends, of others what it receives
+    # a rank that is not the root may leave one side out: the input of a scatter, the output of others
     output, is_scatter = recv, row is SCATTER
     if not (recv.__class__ in PLAIN_TYPES and not recv.requires_grad) and (
         recv is not None or not row.rooted or is_scatter or pg.rank() == root
@@ -302,7 +302,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
     if not in_place and not (send.__class__ in PLAIN_TYPES and not send.requires_grad):
         given = None if send is None and is_scatter and pg.rank() != root else as_tensor(send, "tensor")
     either = given if given is not None else output
-    if either is None:  # no rank leaves both sides out
+    if either is None:  # no rank may leave both sides out
         as_tensor(None, "tensor")
     dtype = either.dtype
     if given is not None and output is not None and not in_place:
@@ -341,7 +341,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
     finish, sendbuf, recvbuf = then, given, output
     if given is not None and not is_direct(given):
         if not async_op:
-            backend.settle()  # a call that is queued may still write what is copied here
+            backend.settle()  # a queued call may still write to what is copied here
         sendbuf = for_reading(given)
     if output is not None:
         recvbuf = sendbuf if in_place else for_writing(output)
@@ -365,7 +365,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
 
 
 def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | None:
-    """Hand a checked call to its backend; if that allows no other thread, an asynchronous call ends before return."""
+    """Hand a checked call to its backend; if the backend has no threads, an asynchronous call ends before return."""
     journal = pg.journal
     carries: Backend | Reproducible = backend
     if hooks.reproducible:
@@ -401,7 +401,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
 
 
 def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
-    """Begin a call, which may block if the library first has to find the other ranks, and return its Work."""
+    """Begin a call, which may block if the library has to connect the ranks first, and return its Work."""
     with record[0].blocking(record):
         work = start()
     work._call = record
@@ -409,7 +409,7 @@ def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
 
 
 def is_shaped(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, counts: Counts | None) -> bool:
-    """Tell whether the sizes fit the row, for two tensors of one dtype that are both there."""
+    """Tell whether the sizes fit the row, given both tensors, of one dtype."""
     if counts is None:
         return row.fits(send.numel(), recv.numel(), len(pg.ranks))
     return send.numel() == sum(counts[0]) and recv.numel() == sum(counts[1])
@@ -425,7 +425,7 @@ def size_error(row: Row, pg: Group, send: torch.Tensor, recv: torch.Tensor, coun
 
 
 def check_sparse(pg: Group, call: Call) -> None:
-    """Raise unless a sparse COO tensor is to be summed, and the group can do that."""
+    """Raise unless the op on a sparse COO tensor is a sum, and the group can do that."""
     op = canonical(call.op)
     pg.backend(call.send.device).check_reduction(call.row, call.send.dtype, op)
     if op != SUM:
@@ -438,15 +438,15 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
     """Sum a sparse COO tensor over all ranks, in place; the tensors have one shape and as many sparse dimensions.
 
     The ranks gather each other's nonzeros, which may lie in different places, and every rank adds them up in rank
-    order, so that all have bitwise the same result. The call is over when it returns, with ``async_op`` too: the places
-    of the nonzeros must be known first.
+    order, so that all have bitwise the same result. The call has ended when it returns, with ``async_op`` too, because
+    the places of the nonzeros must be known first.
     """
     check_sparse(pg, call)
     tensor = call.send
     mine = tensor.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
     size = pg.size()
-    compare(pg, pg.backend(tensor.device), "sparse all_reduce")  # shapes are compared below, dtypes by its parts
+    compare(pg, pg.backend(tensor.device), "sparse all_reduce")  # shapes below, dtypes by the parts' calls
     form = (tuple(tensor.shape), mine.sparse_dim())
     facts = torch.tensor([indices.size(1), crc32(repr(form).encode())], device=tensor.device)
     all_facts = torch.empty(size * facts.numel(), dtype=torch.int64, device=tensor.device)
@@ -472,7 +472,7 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
 
 
 def compare(pg: Group, backend: Backend, *call: Any) -> None:
-    """Compare a call that is made of others, as ``Backend.compare`` does; its number is that of the first of them."""
+    """Compare a call that consists of others, by ``Backend.compare``; its number is that of the first of them."""
     backend.settle()
     journal = pg.journal
     with journal.blocking((journal, journal.sequence + 1, call[0], None, None, None)):

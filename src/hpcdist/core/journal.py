@@ -1,8 +1,8 @@
 """Journal of a group: the calls of this rank, and those that block now.
 
-Every call leaves one tuple in a ring that all groups share, and a mark on its group while it blocks (``blocking``).
-That is all that a call pays for the watchdog and the flight recorder (``hpcdist.watch``): no clock is read and no call
-site looked up here. The shape and dtype are kept, never the tensor.
+Every call puts one tuple into a ring that all groups share, and a mark on its group while it blocks (``blocking``).
+That is all that the watchdog and the flight recorder (``hpcdist.watch``) cost a call: no clock is read and no call site
+looked up here. The shape and dtype are kept, never the tensor.
 
 The mark of the first thread that blocks is ``current``, which costs least; others are added to ``further``. Between the
 look at ``current`` and setting it no function is called, at which Python would switch threads.
@@ -28,15 +28,15 @@ CALLS_KEPT = 2000  # as many as torch's recorder keeps by default
 
 
 class CallRecord(NamedTuple):
-    """One call, as read back from the plain tuple that the fast path writes."""
+    """One call, made from the plain tuple that the fast path writes."""
 
     journal: Journal
     number: int  # counts the group's collectives, or for a message this rank's messages on the group
     what: Row | str
-    shape: tuple[int, ...] | None  # of the tensor read, or written if none is
+    shape: tuple[int, ...] | None  # of the input, or of the output if there is no input
     dtype: torch.dtype | None
     root: int | None  # a rank of the group: the root, or a message's peer
-    limit: float | None = None  # the seconds that it may take, if it has a limit of its own
+    limit: float | None = None  # seconds, if it has a limit of its own
 
     @property
     def name(self) -> str:
@@ -60,10 +60,10 @@ class Ring:
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=CALLS_KEPT)  # their records
-        self.past = 0  # how many calls were made on groups that are no more, recorded here or dropped since
+        self.past = 0  # how many calls were made on groups that have ended
 
     def resize(self, length: int) -> None:
-        """Keep a different number of calls; for journals that follow from now on."""
+        """Keep a different number of calls; for journals that call ``follow`` from now on."""
         self.calls = deque(self.calls, maxlen=length)
 
     def last(self) -> tuple[Any, ...] | None:
@@ -85,9 +85,9 @@ RING = Ring()
 
 
 class Blocked:
-    """A call that blocks, as a context that it blocks in: its record, and the identifier of its thread.
+    """A call that blocks, as the context in which it blocks: its record, and the identifier of its thread.
 
-    A wait has the Work that it waits for; a call with a limit of its own the seconds after which it ends by itself.
+    A wait has the Work that it waits for, a call with a limit of its own the seconds after which it ends by itself.
     """
 
     __slots__ = ("call", "limit", "thread", "work")
@@ -102,11 +102,11 @@ class Blocked:
         self.call[0].further.remove(self)
 
     def is_own(self) -> bool:
-        """Tell whether it blocks the thread that asks, as it does if a signal's handler that interrupted it asks."""
+        """Tell whether it blocks the calling thread, such as that of a signal's handler which has interrupted it."""
         return self.thread == get_ident()
 
     def is_lasting(self) -> bool:
-        """Tell whether it blocks another thread than the one that asks, and Python's end waits for that one."""
+        """Tell whether it blocks another thread than the calling one, for which the end of Python waits."""
         return not self.is_own() and any(
             each.ident == self.thread and not each.daemon for each in threading.enumerate()
         )
@@ -119,17 +119,17 @@ class Journal:
 
     def __init__(self, group: str) -> None:
         self.sequence = 0  # how many collectives were called; the same on all ranks of a group in step
-        self.messages = 0  # how many sends and receives were called
+        self.messages = 0  # how many sends and receives were made
         self.monitored: dict[int, int] = {}  # how many monitored barriers each rank has called, if known here
-        # the call that began to block first, as arguments of ``Blocked``; then those on other threads or inside of it
+        # the call that began to block first, as arguments of ``Blocked``; then calls of other threads or inside of it
         self.current: tuple[tuple[Any, ...], Any, int, float | None] | None = None
         self.further: list[Blocked] = []
-        self.asked: dict[int, float] = {}  # by thread, the seconds that the calls may take which it makes now
+        self.asked: dict[int, float] = {}  # by thread, the limit in seconds of the calls that it makes now
         self.group = group  # its name
         self.follow()
 
     def follow(self) -> None:
-        """Add calls to the ring as it is now."""
+        """Add calls to the present ring from now on."""
         self.push = RING.pusher()  # adds a call to the ring
 
     def collective(
@@ -158,9 +158,9 @@ class Journal:
                 self.asked[thread] = before
 
     def retract(self, call: tuple[Any, ...]) -> None:
-        """Forget a collective that was refused: its number is the next one's."""
+        """Remove a collective that was refused: the next one gets its number."""
         self.sequence = call[1] - 1
-        with suppress(ValueError):  # it is not kept any more
+        with suppress(ValueError):  # the ring has dropped it
             RING.calls.remove(call)
 
     def message(
@@ -178,7 +178,7 @@ class Journal:
         return call
 
     def during(self, what: str, root: int | None = None, limit: float | None = None) -> AbstractContextManager[object]:
-        """Record a call without a tensor, which blocks inside the ``with`` block that this is given to."""
+        """Record a call without a tensor, which blocks inside the returned context."""
         is_message = what in MESSAGES
         call = self.message(what, None, None, root, limit) if is_message else self.collective(what, None, root, limit)
         event = hooks.record(what, [], call, False) if hooks.is_profiled() else None
@@ -187,7 +187,7 @@ class Journal:
     def blocking(
         self, call: tuple[Any, ...], work: Any = None, limit: float | None = None
     ) -> AbstractContextManager[object]:
-        """Return the context in which a call blocks on this thread, as ``Blocked``; it has begun when this returns."""
+        """Return the context in which a call blocks on this thread, already begun; arguments as for ``Blocked``."""
         mark = call, work, get_ident(), limit
         if self.current is None and not self.further:
             self.current = mark
@@ -197,14 +197,14 @@ class Journal:
         return blocked
 
     def profiled(self, call: tuple[Any, ...], event: hooks.Event) -> AbstractContextManager[object]:
-        """Return the context in which a call blocks, and at whose end its event in a profiler ends."""
+        """Return the context in which a call blocks, whose end also ends its event of a profiler."""
         both = ExitStack()  # the last one ends first
         both.callback(event.__exit__, None, None, None)
         both.push(self.blocking(call))
         return both
 
     def run(self, call: tuple[Any, ...], function: Callable[[Any], None], argument: Any, work: Any = None) -> None:
-        """Run a function in which a call blocks, for latency without ``blocking``."""
+        """Run a function as a call that blocks: ``blocking`` without its cost."""
         mark = call, work, get_ident(), None
         if self.current is not None or self.further:
             with self.blocking(call, work):
@@ -217,14 +217,14 @@ class Journal:
             self.current = None
 
     def blocked(self) -> list[Blocked]:
-        """Return the calls that block now; of those inside of each other, the innermost."""
+        """Return the calls that block now; of nested ones the innermost."""
         first, further = self.current, list(self.further)
         if first is not None:
             further.insert(0, Blocked(*first))
         innermost = {each.thread: each for each in further}
         return [each for each in further if innermost[each.thread] is each]
 
-    # does nothing, in C: in a Python function a signal's handler that raises could run first, and the mark would stay
+    # in C: before a Python function a signal's handler that raises could run, and the mark would stay
     __enter__ = staticmethod(get_ident)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -1,8 +1,8 @@
 """Collectives on lists of tensors: each is one call of the library.
 
-MPI takes the tensors of a list where they are (``TensorList``), other libraries one tensor that holds all of them.
-Which call that is follows from what every rank knows: which function was called, dtypes, and sizes that c10d makes
-equal on all ranks. How a tensor of one rank lies in memory decides only how it is copied.
+MPI takes the tensors of a list where they are (``TensorList``), other libraries take one tensor that holds all of them.
+The choice follows from facts that every rank knows: the function, dtypes, and sizes that c10d makes equal on all ranks.
+The layout of one rank's tensor decides only how it is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IS_CPU = attrgetter("is_cpu")
 def flatten(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op: bool) -> torch.Tensor:
     """Return the elements of a call's inputs one after another, in the dtype that all its tensors travel in.
 
-    A synchronous call first waits for what is queued, which may still write to its inputs.
+    A synchronous call first waits for queued calls, which may still write to its inputs.
     """
     if not async_op:
         pg.backend(inputs[0].device).settle()
@@ -36,7 +36,7 @@ def flatten(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op:
 
 
 def takes_lists(pg: Group) -> bool:
-    """Tell whether the library takes a list's CPU tensors where they are, and nobody has to see one tensor of all."""
+    """Tell whether the library takes a list's CPU tensors where they are, and no hook needs one tensor of all."""
     return (
         pg.cpu is not None
         and pg.cpu.has_lists
@@ -47,7 +47,7 @@ def takes_lists(pg: Group) -> bool:
 
 
 def are_taken(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a list of these goes to the library as it is, its strided tensors copied one by one."""
+    """Tell whether these tensors go to the library as a list, strided ones as copies."""
     return takes_lists(pg) and all(map(IS_CPU, tensors)) and not hooks.has_wrapper(tensors)
 
 
@@ -64,7 +64,7 @@ def to_read(
 def to_write(
     outputs: list[torch.Tensor], dtype: torch.dtype, is_taken: bool
 ) -> tuple[torch.Tensor | TensorList, Callable[[], None] | None]:
-    """Return a call's outputs as what the library writes, and what then copies to them, if anything is to be copied."""
+    """Return the library's output for a call's outputs, and a function that copies it to them, None if not needed."""
     if not is_taken:
         flat = buffers.allocate_flat(outputs, dtype)
         return flat, buffers.make_unpack(flat, outputs)
@@ -73,7 +73,7 @@ def to_write(
 
 
 def put_back(written: list[torch.Tensor], outputs: list[torch.Tensor]) -> Callable[[], None] | None:
-    """Return what copies to a call's outputs those that were written in their place; None if none were."""
+    """Return a function that copies a call's results to its outputs, where other tensors stood in; None if none did."""
     copied = [pair for pair in zip(written, outputs, strict=True) if pair[0] is not pair[1]]
 
     def copy() -> None:
@@ -84,16 +84,16 @@ def put_back(written: list[torch.Tensor], outputs: list[torch.Tensor]) -> Callab
 
 
 def common_dtype(call: str, *tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a call's tensors travel in; raise c10d's error unless they have one and are dense."""
+    """Return the dtype in which a call's tensors travel; raise c10d's error unless they have one and are dense."""
     buffers.check_dense(call, *tensors)
     buffers.check_memory(*tensors)
     return buffers.same_dtype(*tensors)
 
 
 def with_list(pg: Group, call: Call, async_op: bool) -> Call:
-    """Check a call of one tensor and a list of one a rank, and return it on what the library takes.
+    """Check a call of one tensor and a list with one for each rank, and return it on buffers for the library.
 
-    Which call that is follows from the sizes of the list's entries: they are the same on all ranks.
+    The choice follows from the sizes of the list's entries, which are the same on all ranks.
     """
     row, send, recv, op, root, *_ = call
     is_written, rank, then = recv.__class__ is list, pg.rank(), None
@@ -135,7 +135,7 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
 
 
 def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
-    """Send one tensor to every rank and receive one from each; sizes may differ from rank to rank and pair to pair."""
+    """Check an exchange of one tensor with every rank; sizes may differ from rank to rank and pair to pair."""
     input_list, output_list = call.send, call.recv
     send: Any = None
     recv: Any = None
@@ -190,9 +190,9 @@ def counts_of_splits(
     Splits are rows of dimension 0, None or empty for equal shares. Some ranks may give them and others not: the same
     call of the library carries both.
     """
-    if splits is None and given.dim() == output.dim() == 1:  # elements are rows, which are counted with all sizes
+    if splits is None and given.dim() == output.dim() == 1:  # rows are elements, checked with all sizes
         return None
-    size, width = len(pg.ranks), dtype.itemsize  # counts are of the dtype that both travel in
+    size, width = len(pg.ranks), dtype.itemsize  # counts are of the dtype in which both travel
     to, of = (buffers.as_splits(each) for each in splits or (None, None))
     sent = [each * given.itemsize // width for each in buffers.rows_of(given, to, size, "input")]
     received = [each * output.itemsize // width for each in buffers.rows_of(output, of, size, "output")]
@@ -200,7 +200,7 @@ def counts_of_splits(
 
 
 def splits_of(received: Any, sent: Any) -> Counts | None:
-    """Return the splits of an all_to_all_single, as its callers give them, as ``issue`` takes them."""
+    """Return the splits of an all_to_all_single in the form that ``issue`` takes."""
     if sent.__class__ is not list:
         sent = buffers.as_splits(sent)
     if received.__class__ is not list:
@@ -208,7 +208,7 @@ def splits_of(received: Any, sent: Any) -> Counts | None:
     return (sent, received) if sent or received else None
 
 
-# the rows of calls on lists, and what the functions call their arguments
+# the rows of calls on lists, and the names of the functions' arguments
 ARRANGED: dict[Row, tuple[str, str]] = {
     table.ALL_GATHER: ("tensor", "tensor_list"),
     table.GATHER: ("tensor", "gather_list"),
@@ -219,7 +219,7 @@ ARRANGED: dict[Row, tuple[str, str]] = {
 
 
 def arranged(pg: Group, call: Call, async_op: bool) -> Call:
-    """Check a call on lists, and return it on what the library takes: lists of memory, or one tensor of all."""
+    """Check a call on lists, and return it on buffers for the library: lists of memory, or one tensor of all."""
     call = (all_to_all if call.row is table.ALL_TO_ALL else with_list)(pg, call, async_op)
     row, send, recv, op, root, counts, then, result, _ = call
     if send.__class__ is not TensorList and recv.__class__ is not TensorList:

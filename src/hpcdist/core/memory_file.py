@@ -1,7 +1,7 @@
-"""Memory files: memory that processes of one machine share, as files of /dev/shm that soon have no name.
+"""Memory files: memory that processes of one machine share, as files of /dev/shm whose names are soon removed.
 
-The kernel frees such memory when the last process that maps it has unmapped it or ended, however it ended. The ranks
-need not agree on that, so that none waits for another, and a forked child has the memory too.
+The kernel frees such memory when the last process that maps it has unmapped it or ended, by whatever cause. So no rank
+waits for another at the end, and a forked child has the memory too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def free() -> int | None:
 
 
 def device() -> int:
-    """Return what is the same for the processes of one machine that see the same /dev/shm."""
+    """Return an identifier of /dev/shm, the same for all processes that see the same one."""
     return FOLDER.stat().st_dev
 
 
 def create(nbytes: int) -> tuple[int, str]:
-    """Make a file that takes no memory yet, and return its descriptor and its name, which ``remove`` takes away."""
+    """Create a file that takes no memory yet, and return its descriptor and its name, for ``remove``."""
     name = f"hpcdist-{secrets.token_hex(12)}"
     descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.ftruncate(descriptor, nbytes)
@@ -40,18 +40,18 @@ def open_by_name(name: str) -> int:
 
 
 def remove(name: str) -> None:
-    """Take a file's name away, if it has one; the memory stays for those that have opened it."""
+    """Remove a file's name, if it has one; the memory stays for those that have opened it."""
     if name:
         (FOLDER / name).unlink(missing_ok=True)
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Take the memory of a file, which is zero, or raise OSError; else a full /dev/shm kills who writes (SIGBUS)."""
+    """Reserve a file's memory, filled with zeros, or raise OSError: writing to a full /dev/shm would be a SIGBUS."""
     os.posix_fallocate(descriptor, 0, nbytes)
 
 
 def too_little(host: str, there: int | None, needed: int) -> str:
-    """Return what is said if a host has no room."""
+    """Return the message for a host whose /dev/shm has no room."""
     return (
         f"{FOLDER} of host {host} has {there} bytes free, and {needed} are needed: mount -o remount,size=90% /dev/shm, "
         "or in a container --shm-size"

@@ -1,7 +1,7 @@
-"""Object collectives: what every backend offers, and how it is composed from calls on tensors.
+"""Object collectives: the interface of every backend, and its implementation by calls on tensors.
 
-An object is pickled to a tensor of bytes, and its length is sent before it. MPI has a way of its own, with out-of-band
-buffers (``backends.mpi.objects``).
+An object is pickled to a tensor of bytes, and its length is sent before it. MPI has its own implementation, with
+out-of-band buffers (``backends.mpi.objects``).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hpcdist.core.buffers import PLAIN_TYPES, check_memory
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
-REASON_LENGTH = 200  # of an error's text that travels
-APART_BYTES = 2048  # from which on a buffer is a message of its own; less is copied sooner than sent by itself
+REASON_LENGTH = 200  # characters of an error's text that are sent
+APART_BYTES = 2048  # bytes from which a buffer is sent by itself; to copy a smaller one is faster
 # of messages that are objects, one of the tags that are refused to users (``core.point_to_point``): under a tag of the
 # user's a tensor would take an object's length for its values, and an object a tensor's values for its length
 TAG = 32_766
-SAVED = b"PK"  # what torch.save writes begins with it, and no pickle of protocol 5 does
-UNPICKLABLE = b"!"  # nor with this; what follows is the rank that could not pickle its object, and why
+SAVED = b"PK"  # the first bytes of what torch.save writes; no pickle of protocol 5 begins so
+UNPICKLABLE = b"!"  # nor so; the rank that could not pickle its object follows, and why
 MARK = b"hpcdist: memory "
-STAND = struct.Struct("16sQ")  # the bytes that stand for a storage whose memory is apart: the mark, and its number
+STAND = struct.Struct("16sQ")  # the bytes in place of a storage that is sent apart: the mark, and its number
 REFUSAL = (
     "with weights_only=True only what torch.load(weights_only=True) takes is read: tensors, numbers, texts, containers "
     "of such, and the classes given to torch.serialization.add_safe_globals"
@@ -50,8 +50,8 @@ class SharedStorage:
 class ObjectPickler(pickle.Pickler):
     """Pickler that leaves the memory of dense CPU tensors where it is, as pickle 5 does with that of arrays.
 
-    torch copies it into the pickle, more than once. Tensors that share memory share it at the receiver too. Others go
-    as torch pickles them: sparse, quantized, of a subclass, on a GPU, with attributes of their own.
+    torch would copy it into the pickle, more than once. Tensors that share memory share it at the receiver too. Other
+    tensors are pickled by torch: sparse, quantized, of a subclass, on a GPU, with attributes of their own.
     """
 
     def __init__(self, file: io.BytesIO, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
@@ -59,7 +59,7 @@ class ObjectPickler(pickle.Pickler):
         self._storages: dict[tuple[int, int], SharedStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how an object is made again: a tensor from its memory, any other as its class says."""
+        """Return the reduction of an object: of a tensor from its memory, of any other by its class."""
         kind = value.__class__
         if kind is SharedStorage:
             return torch_storage, (pickle.PickleBuffer(value.memory),)
@@ -79,14 +79,14 @@ class ObjectPickler(pickle.Pickler):
 class WeightsPickler(pickle.Pickler):
     """Pickler for ``torch.save`` that leaves the memory of large dense CPU tensors where it is (``STAND``)."""
 
-    apart: list[memoryview]  # what is left out
+    apart: list[memoryview]  # the memory that is left out
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self._stands: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Return how a tensor is made again: as torch says, on another storage."""
+        """Return torch's reduction of a tensor, on another storage."""
         if value.__class__ is not torch.Tensor or not is_dense(value):  # of a parameter, this is its ``data``
             return NotImplemented
         storage = value.untyped_storage()
@@ -105,7 +105,7 @@ class WeightsPickler(pickle.Pickler):
 
 
 def saved(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
-    """Return an object as ``torch.save`` writes it, and the memory of its large tensors, unless ``is_whole``."""
+    """Return an object as ``torch.save`` writes it, and the memory of its large tensors apart, unless ``is_whole``."""
     file, apart = io.BytesIO(), list[memoryview]()
     pickler = pickle.Pickler if is_whole else type("Pickler", (WeightsPickler,), {"apart": apart})
     torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=pickler))
@@ -113,7 +113,7 @@ def saved(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
 
 
 def loaded(data: Any, apart: Sequence[Any], weights_only: bool) -> Any:
-    """Return the object that ``saved`` was given."""
+    """Return the object from the results of ``saved``."""
 
     def locate(storage: Any, _: str) -> Any:
         if storage.nbytes() != STAND.size:
@@ -125,7 +125,7 @@ def loaded(data: Any, apart: Sequence[Any], weights_only: bool) -> Any:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Tell whether a tensor is no more than a view of CPU memory."""
+    """Tell whether a tensor is only a view of CPU memory, without a state of its own."""
     return (
         value.is_cpu
         and value.layout is torch.strided
@@ -135,7 +135,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def torch_storage(memory: Any) -> torch.UntypedStorage:
-    """Return received memory as a storage, which keeps it."""
+    """Return received memory as a storage, which keeps it alive."""
     if not len(memory):
         return torch.UntypedStorage(0, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
@@ -152,10 +152,10 @@ def tensor(storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, i
 def packed(
     value: Any, rank: int, *, is_whole: bool = False, weights_only: bool = False
 ) -> tuple[bytes, list[memoryview], BaseException | None]:
-    """Pickle an object of this rank that other ranks wait for; a whole one leaves no buffer out of the pickle.
+    """Pickle an object of this rank for which other ranks wait; with ``is_whole`` no buffer is apart.
 
     With ``weights_only`` it is written by ``torch.save``, for ``torch.load(weights_only=True)``. Returns the bytes, the
-    buffers apart from them, and what this rank is to raise once the others have their answer.
+    buffers apart from them, and the exception that this rank raises after the others have their answer.
     """
     apart: list[pickle.PickleBuffer] = []
     try:
@@ -171,17 +171,17 @@ def packed(
         written = io.BytesIO()
         ObjectPickler(written, None if is_whole else keep).dump(value)
         return written.getvalue(), [each.raw() for each in apart], None
-    except BaseException as error:  # Ctrl-C too: a rank that left here would be in step with the others no more
+    except BaseException as error:  # Ctrl-C too: the others wait for this rank's part
         reason = f"{type(error).__name__}: {error}"[:REASON_LENGTH]
         return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error
 
 
 def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
-    """Return the object of some bytes and the buffers apart from them, as ``packed`` returns them.
+    """Return the object from the bytes and the buffers that ``packed`` returned.
 
-    Ranks of one call may differ in ``weights_only``: the bytes say how they were written, and the receiver alone
-    decides what it reads. What could run code is an UnpicklingError then, and what its rank could not pickle a
-    RuntimeError.
+    Ranks of one call may differ in ``weights_only``: the bytes show how they were written, and the receiver decides
+    what it reads. An object that could run code is then an UnpicklingError; one that its rank could not pickle is
+    always a RuntimeError.
     """
     begins = bytes(data[:2])
     if begins[:1] == UNPICKLABLE:
@@ -206,22 +206,22 @@ def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
 
 
 def packed_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], BaseException | None]:
-    """Pickle the objects of a scatter as ``packed`` does; if one cannot be, nobody gets an object."""
+    """Pickle the objects of a scatter as ``packed`` does; if one fails, no rank gets an object."""
     made = [packed(value, rank, **how) for value in values]
     bad = next((each for each in made if each[2] is not None), None)
     return [(bad or each)[:2] for each in made], None if bad is None else bad[2]
 
 
 class Objects(ABC):
-    """The object calls of a backend; a rank that cannot pickle its object keeps nobody waiting.
+    """The object calls of a backend; a rank that cannot pickle its object sends the error in its place.
 
-    With ``weights_only`` an object is written by ``torch.save``, and nothing that this rank receives is read in another
-    way than by ``torch.load(weights_only=True)``. The library's calls are the same, so that ranks may differ in it.
+    With ``weights_only`` an object is written by ``torch.save``, and this rank reads objects only by
+    ``torch.load(weights_only=True)``. The library's calls are the same, so that ranks may differ in it.
     """
 
     @abstractmethod
     def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
-        """Gather every rank's object on all ranks, as a part of a call of the user's, the same on all of them."""
+        """Gather every rank's object on all ranks, as part of a user's call that is the same on all of them."""
 
     @abstractmethod
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
@@ -245,7 +245,7 @@ class Objects(ABC):
 
 
 class TensorObjects(Objects):
-    """Object calls composed from the calls of a ``Backend`` on tensors; the bytes travel on its device."""
+    """Object calls by a ``Backend``'s calls on tensors; the bytes are sent from its device."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -265,7 +265,7 @@ class TensorObjects(Objects):
         return lengths.tolist()
 
     def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
-        """Gather every rank's object on all ranks; the library does not compare the call."""
+        """Gather every rank's object on all ranks; the call is not compared."""
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         everything = self._memory(sum(lengths))

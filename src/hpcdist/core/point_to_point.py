@@ -1,4 +1,4 @@
-"""Messages: the group, checks and buffers of every send and receive, and those that do not block."""
+"""Messages: the group, checks and buffers of every send and receive; ``isend`` and ``irecv``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARRAY = np.ndarray
 
 
 class KeptTag(int):
-    """A tag that is refused to users, whose number is not this object."""
+    """A tag of hpcdist's own messages: a user's tag of the same number is refused, for its class."""
 
 
 # tags of hpcdist's own messages, refused to users; every MPI has tags up to 32767 (MPI 9.1.2)
@@ -56,7 +56,7 @@ def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
 
 
 def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[], None] | None]:
-    """Return the backend, the contiguous tensor to receive into, and what copies it to the caller's."""
+    """Return the backend, the contiguous tensor to receive into, and a function that copies it to the caller's."""
     cpu = pg.cpu
     if tensor.__class__ is ARRAY:
         tensor = on_memory(tensor)
@@ -71,7 +71,7 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; raises if its values do not lie in memory of its own."""
+    """Return the tensor; raise if it is sparse or quantized."""
     if hooks.has_wrapper((tensor,)):
         raise TypeError(
             f"messages carry tensors that have memory; this one is a {type(tensor).__name__}, which wraps others: send "
@@ -87,7 +87,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checked(pg: Group, value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
-    """Return what a message is to carry as a tensor (``as_tensor``); raise what its ``isend`` or ``irecv`` would."""
+    """Return a message's buffer as a tensor (``as_tensor``); raise what its ``isend`` or ``irecv`` would."""
     tensor = as_tensor(value, name, writable, is_viewed)
     pg.backend(tensor.device)
     return dense(tensor)
@@ -96,7 +96,7 @@ def checked(pg: Group, value: Any, name: str, writable: bool = False, is_viewed:
 def isend(
     tensor: Any, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
-    """Begin to send a tensor, which must not change until ``wait()`` of the Work returns.
+    """Begin to send a tensor; it must not change until ``wait()`` of the Work returns.
 
     Takes the arguments of ``send`` and raises as it does; a rank may send to itself. Returns None on ranks
     outside the group.
@@ -107,7 +107,7 @@ def isend(
 def irecv(
     tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
-    """Begin to receive a tensor, which is there when ``wait()`` of the Work returns.
+    """Begin to receive a tensor; it holds the message when ``wait()`` of the Work returns.
 
     Takes the arguments of ``recv`` and raises as it does; the Work's ``source_rank()`` tells the sender as a
     rank of the group. Returns None on ranks outside the group.
@@ -116,7 +116,7 @@ def irecv(
 
 
 def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group_peer: Any) -> Work | None:
-    """Begin an ``isend`` or ``irecv``; of a tensor that looks like an earlier one's, without the checks of that one."""
+    """Begin an ``isend`` or ``irecv``; a call like an earlier one skips the checks."""
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
         tag = checked_tag(tag)
     if tensor.__class__ is ARRAY:
@@ -174,7 +174,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
             work = begin(data, rank, tag, finish)
     work._call = call
     if known is not None and finish is not None and not is_send:
-        work._result = [tensor]  # the copy is another message's then
+        work._result = [tensor]  # after that the copy belongs to another message
     if event is not None:
         work._ends(event)
     if known is None and number % LOOKS == 0:
@@ -183,9 +183,9 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
 
 
 def checked_tag(tag: Any) -> int:
-    """Return the tag of a message as an int, or raise; callers know those that most messages have to be fit.
+    """Return the tag of a message as an int, or raise; callers test the usual tags themselves.
 
-    To MPI a negative tag means something of its own: -1 is MPI_ANY_TAG in Open MPI and MPICH. mpi4py takes 1.5 for 1.
+    Negative tags have meanings in MPI: -1 is MPI_ANY_TAG in Open MPI and MPICH. mpi4py takes 1.5 for 1.
     """
     if isinstance(tag, KeptTag):
         return tag
@@ -203,7 +203,7 @@ def checked_tag(tag: Any) -> int:
 
 
 def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list[Work]:
-    """Begin messages under ``EXCHANGE_TAG``; several between two ranks arrive in the order in which each gives them."""
+    """Begin messages under ``EXCHANGE_TAG``; several between two ranks are matched in the order of each rank's list."""
     with pg.grouped():
         begun = [irecv(tensor, None, pg, EXCHANGE_TAG, peer) for tensor, peer in recvs]
         begun += [isend(tensor, None, pg, EXCHANGE_TAG, peer) for tensor, peer in sends]
@@ -211,9 +211,9 @@ def begin(pg: Group, sends: Iterable[Message], recvs: Iterable[Message]) -> list
 
 
 def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_plain: bool) -> Callable[[], None]:
-    """Return what exchanges messages, as ``begin`` and ``wait`` do, as often as it is called on the same memory.
+    """Return a function that exchanges messages on the same memory at each call, as ``begin`` and ``wait`` do.
 
-    ``are_plain`` says that all tensors are, and on the CPU.
+    ``are_plain``: all tensors are plain and on the CPU.
     """
     cpu = pg.cpu
     prepared = cpu.between(sends, recvs, EXCHANGE_TAG) if are_plain and cpu is not None else None
@@ -229,5 +229,5 @@ def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_p
 
 
 def title(source: int | None) -> str:
-    """Return what c10d calls the event of a receive."""
+    """Return c10d's name for the event of a receive."""
     return "recvAnySource" if source is None else "recv"

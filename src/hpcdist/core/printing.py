@@ -1,4 +1,4 @@
-"""Printed text: sizes, tables, text of others without control characters, and lines for stderr."""
+"""Printed text: sizes, times, tables, foreign text without control characters, and lines for stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-FORWARD_SECONDS = 0.2  # what was just written takes so long to reach the launcher, on a busy machine
+FORWARD_SECONDS = 0.2  # seconds that written text takes to reach the launcher on a busy machine
 
 
 def sized(nbytes: float) -> str:
@@ -45,18 +45,18 @@ def aligned_text(rows: Iterable[Sequence[str]], to_the_left: set[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would command a terminal: its control characters are shown as Python writes them."""
+    """Return a text with control characters, which a terminal would obey, as Python writes them."""
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 def write_to_stderr(text: str) -> None:
-    """Write to stderr, whole, if that can be done; the caller, who may be about to abort the job, goes on in any case.
+    """Write to stderr, whole, if possible; the caller, which may be about to abort the job, goes on in any case.
 
-    While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints when the hooks before
-    it have returned; ours aborts the job instead. So a buffer is passed over.
+    While torch's hook for uncaught exceptions runs, ``sys.stderr`` is a buffer that torch prints after the earlier
+    hooks have returned; ours aborts the job instead. So a buffer is not used.
     """
     stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
-    with suppress(Exception):  # it is None, closed or broken, or of the program's own
+    with suppress(Exception):  # it is None, closed, broken, or the program's own object
         sys.stdout.flush()
     with suppress(Exception):
         stream.write(text)  # type: ignore[union-attr]  # None is one of the cases
@@ -64,5 +64,5 @@ def write_to_stderr(text: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a caller's value for an error, cut; a tensor by its shape: if its memory was freed, ``repr`` crashes."""
+    """Return a caller's value as text for an error, cut; of a tensor the shape: ``repr`` of freed memory crashes."""
     return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "untyped_storage") else f"{value!r:.80}"

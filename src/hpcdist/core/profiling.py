@@ -1,8 +1,8 @@
 """Events of torch.profiler for calls.
 
-A call is an event ``backend:call`` that carries the shape of the input and ends when the operation ends. The backend is
-called what a script on ``torch.distributed`` calls it, because tools look for events by that name.
-Without a profiler a call costs one question, ``hooks.is_profiled()``.
+A call is an event ``backend:call`` with the shape of the input, which ends when the operation ends. The backend has the
+name that a script on ``torch.distributed`` uses, because tools look for events by that name.
+Without a profiler the cost is one call of ``hooks.is_profiled()``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
 
-THREAD = threading.local()  # where ``is_joining``, its calls are one for the caller, whose event has begun
+THREAD = threading.local()  # ``is_joining``: inside several calls that are one for the caller, whose event has begun
 
 
 def begin(
@@ -29,17 +29,17 @@ def begin(
     record: tuple[Any, ...] | None = None,
     is_async: bool = False,
 ) -> hooks.Event | None:
-    """Begin the event of a call, if anybody wants one. Ask ``hooks.is_profiled`` before.
+    """Begin the event of a call, or return None. Callers check ``hooks.is_profiled`` first.
 
-    Inside an event that joins several calls, which has no record in the journal, theirs have no name.
+    Inside an event that joins several calls, and has no record in the journal, the events of these have no name.
     """
-    title = f"{pg.asked_name or backend.name}:{call.removesuffix('_single')}"  # c10d's: that of the call on lists
+    title = f"{pg.asked_name or backend.name}:{call.removesuffix('_single')}"  # c10d's, of the call on lists
     return hooks.record(None if getattr(THREAD, "is_joining", False) else title, inputs, record, is_async)
 
 
 @contextmanager
 def as_one(event: hooks.Event) -> Iterator[None]:
-    """Let the calls made inside be this event, so that they leave none of their own; it ends here only if they fail."""
+    """Let the calls made inside share this event and have none of their own; it ends here only if they fail."""
     THREAD.is_joining = True
     try:
         yield

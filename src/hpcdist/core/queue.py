@@ -1,8 +1,8 @@
 """Queue of the asynchronous calls on one communicator, and their Work.
 
-Whoever comes first carries a queued call out: a ``wait()`` that finds it not begun runs it, and all before it, on the
-caller's own thread; otherwise the queue's worker thread does. To hand a call over to a thread takes 12 to 25 µs, so
-that the worker waits a moment before it takes a small call; most are waited for within it.
+The first thread that comes carries a queued call out: a ``wait()`` that finds it not begun runs it, and all before it,
+on the caller's own thread; otherwise the queue's worker thread does. To hand a call over to a thread takes 12 to 25 µs,
+so the worker waits a moment before it takes a small call; for most of them ``wait()`` comes first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
 
 
 class QueuedWork(Work):
-    """A call in a queue, which whoever comes first carries out."""
+    """A call in a queue, carried out by the first thread that comes."""
 
     __slots__ = ("_buffers", "_queue", "_run")
 
-    _buffers: tuple[Any, ...]  # what is run takes
+    _buffers: tuple[Any, ...]  # the arguments of ``_run``
     _queue: Queue
-    _run: Callable[..., None] | None  # until it has been carried out
+    _run: Callable[..., None] | None  # None once it has begun
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class QueuedWork(Work):
 class Queue:
     """The asynchronous calls on one communicator, carried out one by one in the order in which they were made.
 
-    Whoever carries calls out has the turn. The worker thread sleeps while nobody uses the queue, and the first call
-    wakes it. From then on it looks at the queue now and then, and carries out what it has seen before; it is woken at
-    once for a large call, and if somebody blocks or wants a future. It does not sleep while a call is queued.
+    The thread that carries calls out has the turn. The worker thread sleeps while the queue is not used, and the first
+    call wakes it. From then on it looks at the queue now and then, and carries out calls that it has seen before; it is
+    woken at once for a large call, a thread that blocks, and a future. It does not sleep while calls are queued.
     """
 
     def __init__(self, name: str) -> None:
@@ -122,11 +122,11 @@ class Queue:
         self._is_asleep = False
         self._is_used = False  # since the worker's last look
         self._begun = 0  # how many calls have been begun
-        self._is_urgent = False  # whether the worker is to carry out at once what it finds
+        self._is_urgent = False  # whether the worker carries out at once the calls that it finds
         self._closing = False
-        self.running: QueuedWork | None = None  # that the worker thread is in; a waiting thread's is not counted
+        self.running: QueuedWork | None = None  # the call that the worker thread is in; not a waiting thread's
         self.broken: DistBackendError | None = None  # why the worker thread is given up
-        self.unseen: CallsDifferError | None = None  # that of a call in which ranks differ, until somebody has seen it
+        self.unseen: CallsDifferError | None = None  # of a call in which ranks differ, until a caller has got it
         self._thread = threading.Thread(target=self._serve, name=f"hpcdist-{name}", daemon=True)
         self._thread.start()
 
@@ -138,11 +138,12 @@ class Queue:
         record: tuple[Any, ...] | None = None,
         buffers: tuple[Any, ...] = (),
     ) -> QueuedWork:
-        """Queue a call on buffers, and return its Work, which will show a result; a large one wakes the worker at once.
+        """Queue a call on buffers, and return its Work, with this result; a large one wakes the worker at once.
 
         A call made by the callback of a future, on the thread that carries the calls out, follows at once: that is its
-        place on ranks where the future had ended before the callback was added. If ranks differ in an earlier call, and
-        nobody has seen that yet, this one ends with its error. Raises DistBackendError if an earlier call was given up.
+        place on ranks on which the future had ended before the callback was added. If ranks differ in an earlier call,
+        and no caller has got that error yet, this one ends with it. Raises DistBackendError if an earlier call was
+        given up.
         """
         self._latest = None
         work = QueuedWork(self, run, result, record, buffers)
@@ -162,7 +163,7 @@ class Queue:
         return work
 
     def drain(self) -> None:
-        """Carry out or wait for everything queued, so that a synchronous call keeps its place.
+        """Carry out or wait for all queued calls, so that a synchronous call keeps its place.
 
         Raises:
             CallsDifferError: that of a call that nobody has waited for.
@@ -170,7 +171,7 @@ class Queue:
         self._latest = None
         if (self._calls or self._turn.locked()) and self.carrier != get_ident():
             self._clear()
-        if self.broken is not None:  # also if the watchdog gave the calls up meanwhile: their thread is still in one
+        if self.broken is not None:  # the watchdog may have given the calls up meanwhile: their thread is still in one
             raise self._given_up()
         if self.unseen is not None:
             raise self.see(self.unseen)
@@ -190,8 +191,8 @@ class Queue:
             raise self.see(self.unseen)
 
     def hasten(self) -> None:
-        """Have the worker carry out what is queued, as soon as it can have the turn."""
-        if self.running is None:  # else it goes on until nothing is queued
+        """Let the worker carry out the queued calls as soon as it can have the turn."""
+        if self.running is None:  # else it continues until the queue is empty
             self._is_urgent = True
             self._wake()
 
@@ -202,15 +203,15 @@ class Queue:
         return queued if under_way is None else [under_way, *(work for work in queued if work is not under_way)]
 
     def fail(self, error: DistBackendError) -> None:
-        """Give the running call and all after it up, so that their waits raise; the thread may never return."""
+        """Give up the running call and all after it, so that their waits raise; the thread may never return."""
         self.broken = error
         for work in self.pending():
             work._finish(error)
 
     def see(self, unseen: CallsDifferError) -> CallsDifferError:
-        """Return the difference that somebody sees now, and end with it all that is queued.
+        """Return a difference, which the caller raises, and end all queued calls with it.
 
-        Other ranks may have other calls behind the one in which they differ, and would take these for theirs.
+        Other ranks may have other calls behind the one that differs, and would match them with these.
         """
         for work in list(self._calls):
             work._finish(unseen)
@@ -227,7 +228,7 @@ class Queue:
             self._alarm.release()
 
     def _clear(self) -> None:
-        """Carry out what is queued, on this thread if it gets the turn; return when no call is under way."""
+        """Carry out the queued calls, on this thread if it gets the turn; return when no call is under way."""
         if self.carrier == get_ident():
             self._steal()
             return
@@ -247,7 +248,7 @@ class Queue:
                 seconds = TURN_SECONDS  # only a callback is under way
 
     def _end_turn(self) -> None:
-        """Give the turn back, and wake a worker that was to have it."""
+        """Give the turn back, and wake the worker if it was asked to hurry."""
         self.carrier = None
         self._turn.release()
         if self._is_urgent and self._calls:
@@ -256,7 +257,7 @@ class Queue:
     def _steal(self, last: QueuedWork | None = None) -> None:
         """Carry out the calls up to the last one, or all, on a thread that waits.
 
-        They block it as synchronous calls do, so the journal has them.
+        They block it as synchronous calls do, so the journal records that.
         """
         calls, before = self._calls, self._stolen
         try:
@@ -297,7 +298,7 @@ class Queue:
         try:
             run(*buffers)
         except BaseException as error:
-            del run, buffers  # they belong to the caller again
+            del run, buffers  # the caller owns them again
             if isinstance(error, CallsDifferError):
                 self.unseen = error
             work._finish(error)
@@ -320,7 +321,7 @@ class Queue:
                 continue
             if self._calls:
                 seen, idle = self._begun, 0
-                # where others have come for what was left to them, they are left more time
+                # if other threads came for the calls that were left to them, it leaves them more time
                 gave_way = not gave_way
                 self._alarm.acquire(timeout=SHORTEST_NAP if gave_way else nap)
             elif self._closing:

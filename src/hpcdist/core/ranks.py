@@ -1,4 +1,4 @@
-"""Ranks: as callers give them, those that have each of several values, and the text of errors and reports."""
+"""Ranks: conversion of callers' ranks, grouping by value, and their text in errors and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 def as_int(value: Any, name: str) -> int:
-    """Return a caller's integer as an int, also of a tensor of one; TypeError of what is none."""
+    """Return a caller's integer, or tensor of one, as an int; TypeError for anything else."""
     try:
         return operator.index(value)
     except TypeError:
@@ -21,7 +21,7 @@ def as_int(value: Any, name: str) -> int:
 
 
 def as_rank(value: Any) -> int:
-    """Return a caller's rank as an int; TypeError of what is no integer."""
+    """Return a caller's rank as an int; TypeError unless it is an integer."""
     return as_int(value, "a rank")
 
 

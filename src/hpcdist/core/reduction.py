@@ -1,7 +1,7 @@
 """Reductions: which op has a meaning for which dtype, and torch's arithmetic for it.
 
-Every dtype is of a kind, and a kind has the ops that mean something for it. What cannot be meant, such as
-the maximum of complex numbers, is an error of c10d's class before anything is sent.
+Every dtype is of a kind, and each kind has its ops. An op without a meaning, such as the maximum of complex numbers, is
+an error of c10d's class before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NAMES = {op: str(op).rsplit(".", 1)[-1] for op in ALL_OPS}
 ARITHMETIC = (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM)
 KINDS: dict[str, tuple[Any, ...]] = {
     "float": ARITHMETIC,
-    "half": ARITHMETIC,  # combined in float32 and rounded once
+    "half": ARITHMETIC,  # combined in float32, then rounded once
     "integer": (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR),  # AVG is cut toward zero
-    "bool": (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR),  # or, and, and, or, and, or, exclusive or
+    "bool": (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR),  # bitwise or, and, and, or, and, or, exclusive or
     "complex": (SUM, AVG, PRODUCT, PREMUL_SUM),
 }
 
@@ -52,7 +52,7 @@ KIND_OF: dict[torch.dtype, str] = {
     torch.complex128: "complex",
 }
 
-# the dtype in which a narrow one is combined
+# the dtype in which values of a half type are combined
 WIDE: dict[torch.dtype, torch.dtype] = {
     **{dtype: torch.float32 for dtype, kind in KIND_OF.items() if kind == "half"},
     torch.complex32: torch.complex64,
@@ -62,7 +62,7 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 RedOpType = ReduceOp.RedOpType
 # those without a factor, by the hash of a ReduceOp that is one: options of c10d make a new one for each question
 MEMBERS = {hash(ReduceOp(op)): op for op in ALL_OPS if op != PREMUL_SUM}
-LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # what an op is on bool
+LOGICAL = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}  # the bitwise op for an op on bool
 
 
 def name_of(op: Any) -> str:
@@ -84,9 +84,9 @@ def canonical(op: Any) -> Any:
 def is_done_by_parts(op: Any) -> bool:
     """Tell whether an op combines the real and the imaginary parts of complex numbers by themselves.
 
-    It is then done on real numbers, as ``torch.distributed`` has it done: to a library that cuts a buffer by its number
-    of elements, so many complex numbers and twice as many real ones are two different calls. A PREMUL_SUM is a sum of
-    what each rank has multiplied by a factor of its own, real or complex.
+    It is then done on real numbers, as ``torch.distributed`` does: for a library that cuts a buffer by its number of
+    elements, n complex numbers and 2 n real ones are different calls. A PREMUL_SUM is a sum of values that each rank
+    has multiplied by a factor of its own, real or complex.
     """
     return bool(op in (SUM, AVG, PREMUL_SUM))
 
@@ -123,7 +123,7 @@ def multiplied_by(factor: float) -> Any:
 
 
 def factor_of(op: Any) -> Any:
-    """Return the factor of a PREMUL_SUM: a number, or a tensor of no dimension outside autograd, on any device."""
+    """Return the factor of a PREMUL_SUM: a number, or a 0-dimensional tensor outside autograd, on any device."""
     factor = op.__getstate__()[1]
     return factor.detach().reshape(()) if isinstance(factor, torch.Tensor) else factor
 
@@ -140,7 +140,7 @@ def premultiplier(op: Any) -> Any:
 
 
 def check_factor(row: Row, dtype: torch.dtype, op: Any) -> None:
-    """Raise if a PREMUL_SUM has no factor that a dtype can be multiplied by: none, or a complex one for real values."""
+    """Raise unless a PREMUL_SUM has a factor for a dtype: there is none, or it is complex and the values are real."""
     state = op.__getstate__()
     factor = state[1] if isinstance(state, tuple) else None
     if factor is None:
@@ -156,7 +156,7 @@ def check_factor(row: Row, dtype: torch.dtype, op: Any) -> None:
 
 
 def terms(values: torch.Tensor, op: Any) -> torch.Tensor:
-    """Return what an op combines, in memory of its own: in the wide dtype, and times the factor of a PREMUL_SUM."""
+    """Return the values that an op combines, as a copy: in the wide dtype, and times the factor of a PREMUL_SUM."""
     wide = WIDE.get(values.dtype)
     made = values.to(wide) if wide is not None else values.clone()
     return made.mul_(premultiplier(op)) if op == PREMUL_SUM else made
@@ -169,7 +169,7 @@ def average(total: torch.Tensor, size: int) -> torch.Tensor:
         return total
     if total.dtype.is_floating_point:
         return total.div_(size)
-    if total.dtype is torch.uint64:  # which torch does not divide: twice the quotient of the half, or one more
+    if total.dtype is torch.uint64:  # torch cannot divide it: twice the quotient of the half, or one more
         signed = total.view(torch.int64)
         quotient = torch.div((signed >> 1) & torch.iinfo(torch.int64).max, size, rounding_mode="trunc") * 2
         signed.copy_(quotient + (signed - quotient * size >= size))
@@ -193,7 +193,7 @@ SIGNED = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: tor
 def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     """Combine tensors one after another with torch's arithmetic; the first one is written to.
 
-    Takes what ``check`` lets pass, less AVG and PREMUL_SUM, in dtypes that torch computes with.
+    Takes what ``check`` accepts, except AVG and PREMUL_SUM, in dtypes with which torch computes.
     """
     dtype = values[0].dtype
     name = combining(dtype, name_of(op))

@@ -1,6 +1,6 @@
-"""Registry of backends: where each is, imported when a group first asks for it.
+"""Registry of backends, each imported when a group first needs it.
 
-Names are looked up only here; a backend that cannot be imported says what to install.
+Names are looked up only here; the error for a backend that cannot be imported says what to install.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcdist.core.errors import DistBackendError
 
 
 class Entry(NamedTuple):
-    """Where a backend is, and what to do if it is missing."""
+    """The place of a backend, and what to do if it is missing."""
 
     module: str
     attribute: str
@@ -40,10 +40,10 @@ ENTRIES: dict[str, Entry] = {
     "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ""),
 }
 
-ADAPTER = "hpcdist.backends.torch_c10d"  # makes a backend of what Backend.register_backend was given
+ADAPTER = "hpcdist.backends.torch_c10d"  # makes a backend from the arguments of Backend.register_backend
 
 Creator = Callable[..., Any]
-PLUGINS: dict[str, tuple[Creator, bool]] = {}  # what Backend.register_backend was given: creator, extended_api
+PLUGINS: dict[str, tuple[Creator, bool]] = {}  # the arguments of Backend.register_backend: creator, extended_api
 
 
 def load(name: str) -> type[Backend]:
@@ -53,7 +53,7 @@ def load(name: str) -> type[Backend]:
     try:
         return getattr(importlib.import_module(entry.module), entry.attribute)
     except DistBackendError:
-        raise  # it says already what is wrong and what to do
+        raise  # its message already says what is wrong and what to do
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI library
         raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
 
@@ -64,17 +64,17 @@ def check(name: str) -> None:
         load(name)
 
 
-# what the options of all of c10d's backends have, which the arguments of the calls decide
+# attributes of the options of all of c10d's backends, which the calls' arguments decide
 COMMON_OPTIONS = ("_timeout", "backend", "enable_reconfigure", "global_ranks_in_group", "group_name")
-NCCLS_OPTIONS = ("config", "is_high_priority_stream", "split_color", "split_from")  # which it uses, or that say how
+NCCLS_OPTIONS = ("config", "is_high_priority_stream", "split_color", "split_from")  # that NCCL's backend uses
 
 
 def check_options(options: Any, names: Iterable[str]) -> None:
-    """Check the options of a new group's backends: ours have none; what ``register_backend`` was given takes any.
+    """Check the options of a new group's backends: ours have none; those of ``register_backend`` take any.
 
-    c10d's own options are taken, since they say what the arguments say too (the time limit, the name, the ranks). Of
-    what they tune beside that, which changes no result, NCCL's is used; gloo's threads are not, which a warning says.
-    Anything else is a TypeError.
+    c10d's own options are accepted, since they repeat the arguments (the time limit, the name, the ranks). Of their
+    tuning, which changes no result, NCCL's is used; gloo's threads are not, and a warning says so. Anything else is a
+    TypeError.
     """
     if options is None or any(name in PLUGINS or ENTRIES.get(name) is TORCHS for name in names):
         return
@@ -104,7 +104,7 @@ def connect(name: str, bootstrap: Bootstrap) -> Backend:
 def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: Backend) -> dict[str, Backend]:
     """Make the communicators of a group, one for each backend named, and return them by device type.
 
-    The CPU's comes first, so that the others can be bootstrapped over it. What is given is not made.
+    The CPU's comes first, so that the others can be bootstrapped over it. Those in ``given`` are not made.
     """
     made = {each.name: each for each in given}
     ordered = sorted(device_backends.items(), key=lambda item: item[0] != "cpu")
@@ -115,7 +115,7 @@ def connect_all(device_backends: dict[str, str], bootstrap: Bootstrap, *given: B
     except BaseException:
         for backend in made.values():
             if backend not in given:
-                with suppress(Exception):  # what could not be connected is raised
+                with suppress(Exception):  # raises the error of a backend that could not connect
                     backend.abort("another backend of the group could not be connected")
         raise
     return {device: made[name] for device, name in device_backends.items()}

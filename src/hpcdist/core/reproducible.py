@@ -1,8 +1,8 @@
 """Reproducible reductions: the same bits for any size of message, bucket, library, threshold and number of nodes.
 
-A library picks the order in which it adds by the size of the message and by where the ranks are, and floating-point
+A library chooses the order of additions by the size of the message and the placement of the ranks, and floating-point
 sums depend on the order. Here the ranks exchange their values, and each adds its share in rank order, element by
-element. Reductions that no order changes (integers, MIN, MAX, bitwise ones) stay the library's.
+element. Reductions that do not depend on the order (integers, MIN, MAX, bitwise ones) stay the library's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, GATHER, Shape
 from hpcdist.core.work import Work
 
-SMALL_BYTES = 1 << 14  # of all ranks' values: up to here every rank gathers all and adds them, in one call
+SMALL_BYTES = 1 << 14  # bytes of all ranks' values: up to here every rank gathers all and adds them, in one call
 ORDERED = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT")  # the ops whose result depends on the order
 SUMS = ("SUM", "AVG", "PREMUL_SUM")
 
 
 class Reproducible:
-    """What carries out the reductions for CPU tensors so that they repeat bit for bit; a backend moves the values."""
+    """Carries out reductions of CPU tensors so that they repeat bit for bit; a backend moves the values."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -45,7 +45,7 @@ class Reproducible:
             put(total.view(call.recv.shape), call.recv)
 
     def _fold(self, call: Call, values: torch.Tensor, op: Any) -> torch.Tensor | None:
-        """Return this rank's part of the reduced values, None if it has none."""
+        """Return this rank's part of the result, None if it gets none."""
         row, size = call.row, self._backend.size
         count = values.numel()
         if row.shape is Shape.COUNTED:
@@ -72,19 +72,19 @@ class Reproducible:
         return padded[:count] if is_root else None
 
     def _exchanged(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        """Return this rank's share of values that divide among the ranks, reduced."""
+        """Return this rank's share of the result, for values that divide among the ranks."""
         received = torch.empty_like(values)
         self._backend.run(Call(ALL_TO_ALL_SINGLE, values, received))
         return folded(received, self._backend.size, op)
 
 
 def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
-    """Return as many shares of equal length combined one after another."""
+    """Return shares of equal length, combined one after another."""
     return reduction.fold(list(values.view(size, -1)), op)
 
 
 def carrier(backend: Backend, call: Call) -> Backend | Reproducible:
-    """Return what carries out a call that is to repeat: the backend, or what makes a reduction of floats repeatable."""
+    """Return the backend of a call that must repeat bit for bit, or ``Reproducible`` for a reduction of floats."""
     if not call.row.reduces or reduction.name_of(call.op) not in ORDERED:
         return backend
     dtype = call.tensor.dtype

@@ -1,4 +1,4 @@
-"""Check of the installed torch when hpcdist is imported: says in one line what is missing, before anything needs it."""
+"""Check of the installed torch when hpcdist is imported: one line that says what is missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_torch() -> None:
     found = f"torch {torch.__version__} in {next(iter(torch.__path__))}"
     if not dist.is_available():
         raise ImportError(f"hpcdist needs torch.distributed, without which this torch was built: {found}")
-    if not hasattr(dist, "QueueEmptyError"):  # the newest name that hpcdist takes from torch without asking for it
+    if not hasattr(dist, "QueueEmptyError"):  # the newest name of torch that hpcdist uses without a check
         raise ImportError(f"hpcdist supports torch 2.8 and later, and this is {found}")
 
 

@@ -1,4 +1,4 @@
-"""Messages of a rank to itself, for libraries that have none."""
+"""Messages of a rank to itself, for libraries without them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.core.work import Work
 
 
 class Receive(Work):
-    """A receive that waits for this process to send to itself."""
+    """A receive of a message from this process itself."""
 
     def __init__(self, tensor: torch.Tensor, rank: int, finish: Callable[[], None] | None) -> None:
         super().__init__([tensor])

@@ -1,11 +1,11 @@
-"""Collectives on several tensors of a rank: each a collective of its own, or all of them contributions to one.
+"""Collectives on several tensors of a rank: each its own collective, or all of them contributions to one.
 
-A coalesced call is one for the caller, with one Work: such as an all_gather of each tensor.
+A coalesced call, such as an all_gather of each tensor, is one call for the caller, with one Work.
 
-c10d's methods of a group take lists of tensors too, such as one for each of a rank's devices (gloo defines what they
-mean), and so did the ``*_multigpu`` functions of earlier versions of torch. There every tensor counts as a contribution
-of its own: what is reduced is combined over all tensors of all ranks, and what is gathered has an entry for each. The
-sizes and dtypes of the tensors and how many there are, are the same on all ranks.
+c10d's methods of a group also take lists of tensors, such as one for each of a rank's devices (gloo defines their
+meaning), and so did the ``*_multigpu`` functions of earlier versions of torch. There every tensor is a contribution of
+its own: a reduction combines all tensors of all ranks, and a gather has an entry for each. The number of tensors, their
+sizes and dtypes are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Wor
 
 
 def as_shown(lists: Sequence[Tensors]) -> list[Any]:
-    """Return the output lists of a call as the future of c10d's Work has them: one by itself, several as lists."""
+    """Return the output lists of a call in the form of a Work's future: one list by itself, several as lists."""
     return list(lists[0]) if len(lists) == 1 else [list(each) for each in lists]
 
 
 def check_root_tensor(call: str, index: Any, length: int) -> int:
-    """Return which tensor of a list is the root's; raise c10d's error if the list has no such one."""
+    """Return the index of the root's tensor in a list; raise c10d's error if the list is too short."""
     if not 0 <= (index := as_int(index, "the number of the root's tensor")) < length:
         raise MismatchError(f"{call}: invalid root tensor: {index} (the list has {length} tensors)")
     return index
@@ -97,7 +97,7 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
     if is_sparse:
         check_sparse(pg, Call(row, tensors[0], tensors[0], op))
     if not async_op:
-        pg.backend(tensors[0].device).settle()  # what is queued may still write to them
+        pg.backend(tensors[0].device).settle()  # queued calls may still write to them
     if len(tensors) == 1:
         return tensors[0].clone()
     local = reduction.SUM if op in (reduction.AVG, reduction.PREMUL_SUM) else op

@@ -1,6 +1,6 @@
-"""Shutdown: what this process does when Python ends, in one order that no import and no call decides.
+"""Shutdown: the steps at the end of Python, in one order that does not depend on imports and calls.
 
-An exit function that the program registers after it has imported hpcdist runs before all of it.
+An exit function that the program registers after importing hpcdist runs before all of them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ STEPS: dict[Stage, Callable[[], object]] = {}
 
 
 def register(stage: Stage, step: Callable[[], object]) -> None:
-    """Take a step when Python ends; each stage has one."""
+    """Register the step of a stage, to be run when Python ends; each stage has one."""
     STEPS[stage] = step
 
 
 def shut_down() -> None:
-    """Take all steps, also after one that failed, and then raise the first error."""
+    """Run all steps, also after one that failed, then raise the first error."""
     first: BaseException | None = None
     for stage in sorted(STEPS):
         try:
             STEPS.pop(stage)()
-        except BaseException as error:  # Ctrl-C too: MPI is to end in any case
+        except BaseException as error:  # Ctrl-C too: MPI must end in any case
             first = first or error
     if first is not None:
         raise first

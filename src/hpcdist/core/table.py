@@ -1,9 +1,7 @@
-"""Table of collectives: what torch, MPI and NCCL call each, and the shape of its buffers.
+"""Table of collectives: their names in torch, MPI and NCCL, and the shapes of their buffers.
 
-One row says what torch, MPI and NCCL call a collective and how its buffers relate. mpi4py and nccl4py
-take arguments in the same order (send, receive, op, root), so a row describes the call to both. A new
-collective is one row here, one public function in ``hpcdist.c10d`` and one row of expected values in
-the tests.
+mpi4py and nccl4py take arguments in the same order (send, receive, op, root), so one row describes the call to both. A
+new collective is one row here, one public function in ``hpcdist.c10d`` and one row of expected values in the tests.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received from each rank
-EACH: Counts = ([], [])  # of an all_reduce of a list, which reduces each of its tensors in place
+EACH: Counts = ([], [])  # marks an all_reduce of a list, which reduces each of its tensors in place
 
 
 def scaled(counts: Counts, parts: int) -> tuple[list[int], list[int]]:
-    """Return counts of elements as counts of so many parts of each."""
+    """Return counts of elements as counts of their parts, ``parts`` for each element."""
     return [parts * each for each in counts[0]], [parts * each for each in counts[1]]
 
 
@@ -32,7 +30,7 @@ class Shape(Enum):
     COUNTED = "each rank's share is given by counts"
 
 
-# whether the elements sent and received fit among n ranks; shares that are counted are held against their counts
+# whether the elements sent and received fit among n ranks; counted shares are compared with their counts instead
 FITS: dict[Shape, Callable[[int, int, int], bool]] = {
     Shape.NONE: lambda sent, received, n: True,
     Shape.SAME: lambda sent, received, n: received == sent,
@@ -54,7 +52,7 @@ class Row:
     shape: Shape
     reduces: bool = False
     rooted: bool = False
-    fits: Callable[[int, int, int], bool] = field(init=False)  # its shape's test, at hand for every call
+    fits: Callable[[int, int, int], bool] = field(init=False)  # its shape's test, found without a look-up
     is_in_place: bool = field(init=False)  # whether one tensor may be both input and output
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ EXCHANGES = frozenset({ALL_TO_ALL_SINGLE, ALL_TO_ALL})
 ROWS = {each.name: each for each in list(globals().values()) if isinstance(each, Row)}
 
 
-# c10d's collectives as methods of a group, each with the name under which earlier versions of torch, and C++, call it
+# c10d's collectives as methods of a group, with the name of each in earlier versions of torch and in C++
 METHODS: dict[str, str | None] = {
     "allreduce": None,
     "allreduce_coalesced": None,

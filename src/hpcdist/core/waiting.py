@@ -1,9 +1,9 @@
-"""Waits: for a condition, which is looked at again and again, and for descriptors that have something to be read.
+"""Waits: for a condition, by polling, and for readable descriptors.
 
-The naps between two looks grow. A nap of a 32nd of the wait so far delays its end by 1.5 % on average, and leaves the
-core to others. On Linux 6.18 it does more: if threads of a session nap thousands of times a second while others of it
-call `sched_yield`, as Open MPI does on a crowded machine, all other processes may be left without a core for half a
-minute (docs, Known issues).
+The naps between two polls grow. A nap of a 32nd of the wait so far delays its end by 1.5 % on average, and leaves the
+core to other processes. Long naps also avoid a fault of Linux 6.18: if threads of a session nap thousands of times a
+second while others of it call `sched_yield`, as Open MPI does on a crowded machine, all other processes may be left
+without a core for half a minute (docs, Known issues).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def nap(waited: float, longest: float = LONGEST) -> None:
 def wait_until(
     condition: Callable[[], object], seconds: float = math.inf, looks: int = 0, longest: float = LONGEST
 ) -> bool:
-    """Return True once a condition holds, and False if it does not within some seconds; it may make progress.
+    """Poll a condition, which may make progress; return True once it holds, False after some seconds.
 
-    It is looked at so often before the first nap; the longest nap is one of so many seconds.
+    ``looks`` polls come before the first nap; the longest nap is limited.
     """
     began = time.monotonic()
     while not condition():
@@ -48,7 +48,7 @@ Source = TypeVar("Source", bound="HasFileno")
 
 
 def readable(sources: Iterable[Source], seconds: float) -> list[Source]:
-    """Wait until something can be read from one of the sources, or the time is over; return those that are ready.
+    """Wait until one of the sources is readable, or the time is over; return those that are ready.
 
     ``select.select`` takes no descriptor from 1024 on, and a process that loads data may have as many open.
     """

@@ -18,15 +18,15 @@ NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
 
 class World:
-    """The default group, every other group, and how many were ever made."""
+    """The default group, every other group, and the number of groups made so far."""
 
     def __init__(self) -> None:
         self.default: Group | None = None
         self.groups: dict[str, Group] = {}
-        self._made = 0  # by all ranks together
+        self._made = 0  # groups that all ranks made together
         self.store: Store | None = None
-        self.mirror: Any = None  # who else must know these groups: ``torch_bridge.mirror.TorchWorld``
-        self._left: list[Group] = []  # that are no more, though calls of other threads may still block on them
+        self.mirror: Any = None  # is told of each group that comes and goes: ``torch_bridge.mirror.TorchWorld``
+        self._left: list[Group] = []  # groups that have ended, although calls of other threads may still block on them
 
     def add(self, group: Group, is_shown: bool = True) -> None:
         """Register a group under its name, and show it to the mirror."""
@@ -35,7 +35,7 @@ class World:
             self.mirror.add(group)
 
     def _register(self, group: Group) -> None:
-        """Enter a group; ``split_group`` may have given its name to another, which keeps its place."""
+        """Add a group to the table; if ``split_group`` gave its name to another one, that one keeps its entry."""
         key = group.group_name
         while key in self.groups and self.groups[key].backends:
             key += "'"
@@ -58,21 +58,21 @@ class World:
             self.mirror.remove(group)
 
     def discard(self, group: Group) -> None:
-        """Forget a group that its own ``shutdown`` ends, of which the mirror knows already."""
+        """Remove a group that its own ``shutdown`` ends, of which the mirror knows already."""
         if group is self.default:
             self._reset()
         elif self._unregister(group):
             self._leave(group)
 
     def _unregister(self, group: Group) -> bool:
-        """Take a group out of the table; tell whether it was there."""
+        """Remove a group from the table; tell whether it was there."""
         before = len(self.groups)
         self.groups = {key: each for key, each in self.groups.items() if each is not group}
         return len(self.groups) < before
 
     @property
     def made(self) -> int:
-        """How many groups all ranks have made together, also those that the mirror's owner made."""
+        """The number of groups that all ranks have made together, including those of the mirror's owner."""
         return self._made if self.mirror is None else max(self._made, self.mirror.made)
 
     @made.setter
@@ -87,7 +87,7 @@ class World:
         return str(self.made - 1)
 
     def clear(self) -> None:
-        """Forget everything, so that an init may follow; groups that are a world of their own stay while they live."""
+        """Remove all groups, so that an init may follow; groups that are a world of their own stay while they live."""
         mirror = self.mirror
         self._reset()
         if mirror is not None:
@@ -107,19 +107,19 @@ class World:
             self._left.append(group)
 
     def backends(self) -> list[Backend]:
-        """Return what carries the groups, each once."""
+        """Return the backends of all groups, each once."""
         groups = list(self.groups.values())
         return list(dict.fromkeys(each for group in groups for each in list(group.backends.values())))
 
     def watched(self) -> list[Group]:
-        """Return the groups, and those that are no more but on which a call of another thread still blocks."""
+        """Return the groups, including ended ones on which a call of another thread still blocks."""
         for group in list(self._left):
             if not group.journal.blocked():
                 self._left.remove(group)
         return list(self.groups.values()) + self._left
 
     def end(self) -> None:
-        """Let no thread begin a call any more: this process ends."""
+        """Refuse all further calls of all threads: this process ends."""
         hooks.is_ending = True
         for group in self.groups.values():
             group.end()
@@ -129,7 +129,7 @@ class World:
             group.end_threads()
 
     def detach(self) -> None:
-        """Make no calls on any group, in a forked child: ranks, sizes and names may be asked for."""
+        """Refuse all calls on all groups, in a forked child; ranks, sizes and names stay known."""
         errors.end_all(group.detach for group in self.groups.values())
 
 

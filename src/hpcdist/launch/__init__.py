@@ -1,1 +1,1 @@
-"""Launch: how this process was started, where it runs, and how it finds the others."""
+"""Launch: the launcher of this process, its node, and the connection to the other processes."""

@@ -1,9 +1,9 @@
-"""This host's network addresses, and which of them the processes of other hosts can use.
+"""This host's network addresses, in the order in which other hosts should try them.
 
 The host's name is not enough: Debian and Ubuntu write ``127.0.1.1 NAME`` into /etc/hosts, so that the name means the
-loopback on the host itself and another address everywhere else, and a cluster's private network may have no default
+loopback on the host itself and another address on other hosts, and a cluster's private network may have no default
 route. So the interfaces are listed, and every user of an address (store, watchdog, gloo, doctor) takes it from here.
-Addresses are IPv4's, or IPv6's on a host that has no other ones.
+Addresses are IPv4's, or IPv6's on a host without any.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 LOOPBACK = "127.0.0.1"
 LOOPBACKS = {socket.AF_INET: LOOPBACK, socket.AF_INET6: "::1"}
-# what a server listens at that is to be reached from other hosts
+# where a server listens that other hosts connect to
 ALL_INTERFACES = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 CHOICE = "GLOO_SOCKET_IFNAME"  # gloo's own variable: names of interfaces, separated by commas
-MOST = 4  # addresses that other hosts are told
+MOST = 4  # addresses that are sent to other hosts
 
 # linux/sockios.h and linux/if.h
 SIOCGIFFLAGS, SIOCGIFADDR = 0x8913, 0x8915
@@ -37,7 +37,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interfaces() -> dict[str, str]:
-    """Return the address of each interface that is up and has one, the loopback left out."""
+    """Return the address of each interface that is up and has one, except the loopback."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -65,7 +65,7 @@ def family() -> socket.AddressFamily:
 
 
 def named() -> list[str]:
-    """Return the addresses that this host's name means on this host; none for a name that is unknown."""
+    """Return the addresses to which this host resolves its own name; none if that is unknown."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, family(), socket.SOCK_DGRAM)
     except OSError:
@@ -74,11 +74,11 @@ def named() -> list[str]:
 
 
 def own() -> tuple[str, ...]:
-    """Return the addresses under which other hosts may reach this one, the likeliest first.
+    """Return the addresses at which other hosts may reach this one, the most likely first.
 
-    First comes what the host's name means, because administrators give names to the network for jobs; then the address
-    of the default route; then the other interfaces. The interfaces that ``GLOO_SOCKET_IFNAME`` names replace all of
-    them. There is no loopback among them, and none at all on a host without a network.
+    First come the addresses of the host's name, because administrators give names to the network for jobs; then the
+    address of the default route; then the other interfaces. The interfaces that ``GLOO_SOCKET_IFNAME`` names replace
+    all of them. The loopback is excluded, so that a host without a network has none.
     """
     by_interface = interfaces()
     chosen = [by_interface[name] for name in os.environ.get(CHOICE, "").split(",") if name in by_interface]
@@ -90,9 +90,9 @@ def own() -> tuple[str, ...]:
 
 
 def route(host: str, port: int) -> tuple[str, str] | tuple[()]:
-    """Return the addresses of this host and of the other one between which the kernel would send; nothing is sent.
+    """Return the addresses of this host and another one between which the kernel would send; nothing is sent.
 
-    Nothing is returned if the name is unknown or no route leads there.
+    Empty if the name is unknown or there is no route.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -104,12 +104,12 @@ def route(host: str, port: int) -> tuple[str, str] | tuple[()]:
 
 
 def network() -> str:
-    """Return what is the same for all processes that reach each other by the loopback, and for no others."""
+    """Return an identifier of the loopback: the same for exactly those processes that reach each other by it."""
     return kernel_id("net") or socket.gethostname()
 
 
 def kernel_id(namespace: str) -> str:
-    """Return what is the same for the processes that share this kernel and a namespace of it; nothing if unknown."""
+    """Return an identifier of this kernel and one of its namespaces; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path(f'/proc/self/ns/{namespace}').readlink()}"
@@ -118,12 +118,12 @@ def kernel_id(namespace: str) -> str:
 
 
 def among(store: Any, size: int) -> str | None:
-    """Return the address of this host under which the other users of a store reach it; all ``size`` of them call.
+    """Return the address of this host at which the other users of a store reach it; all ``size`` of them call.
 
     It is the one from which this host reaches the store's server. On the server's own host that may be the loopback:
-    then it is the address under which another host has reached the server, if any of the users is on another host. The
-    part of the store belongs to these users; if it is not a TCPStore, the host's first address counts. None if this
-    host's name means an address that others may reach, and nothing better is known.
+    then it is the address at which another host has reached the server, if any user is on another host. The store's
+    prefix belongs to these users; if it is not a TCPStore, the host's first address is used. None if the host's name
+    resolves to an address that others may reach, and nothing better is known.
     """
     base = store
     while hasattr(base, "underlying_store"):

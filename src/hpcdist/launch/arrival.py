@@ -1,7 +1,7 @@
-"""Arrival at ``init_process_group``: which ranks of this node have come to it, while MPI waits for the others.
+"""Arrival at ``init_process_group``: shows which ranks of this node have not called it, while MPI waits for them.
 
-There is no group yet that could be asked. So each rank that has come holds a socket without a file (abstract, unix(7)),
-whose name says who it is, and the ranks that the node has are read from the environments of this user's processes.
+There is no group yet to ask. So each rank that has called opens an abstract socket (unix(7)), whose name contains its
+rank, and the ranks of the node are read from the environments of this user's processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hpcdist.core.ranks import listed
 from hpcdist.launch import environment
 
 PREFIX = "hpcdist-init-"
-SECONDS = 10.0  # after which a rank that waits says so
+SECONDS = 10.0  # seconds after which a waiting rank reports
 
 
 class Arrival(NamedTuple):
-    """A process in ``init_process_group``: its id, rank, and how many ranks it waits for."""
+    """A process in ``init_process_group``: its id, rank, and the number of ranks for which it waits."""
 
     process: int
     rank: int
@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 @contextmanager
 def announced(rank: int, size: int) -> Iterator[None]:
-    """Let others know that this rank has come, and say which have not if that takes long."""
+    """Announce that this rank has come, and report which have not if that takes long."""
     timer = Timer(SECONDS, report, (rank, size))
     timer.daemon = True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
@@ -50,13 +50,13 @@ def arrivals() -> list[Arrival]:
     """Return this user's processes on this machine that are in ``init_process_group``."""
     names = ""
     with suppress(OSError):  # there is no /proc
-        names = Path("/proc/net/unix").read_text(errors="replace")  # others' names are any bytes
+        names = Path("/proc/net/unix").read_text(errors="replace")  # other programs' names may be any bytes
     found = re.findall(rf"@{PREFIX}{os.getuid()}-(\d+)-(\d+)-(\d+)$", names, re.MULTILINE)
     return sorted(Arrival(*map(int, each)) for each in found if variables(int(each[0])))
 
 
 def variables(process: int) -> dict[str, str]:
-    """Return the environment of a process; nothing if it has ended or is another user's."""
+    """Return the environment of a process; empty if it has ended or is another user's."""
     try:
         parts = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -65,7 +65,7 @@ def variables(process: int) -> dict[str, str]:
 
 
 def launcher_of(process: int) -> int:
-    """Return the nearest parent of a process without a rank: what started it on this node."""
+    """Return the nearest parent of a process without a rank: the launcher's process on this node."""
     while True:
         try:
             parent = int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
@@ -87,9 +87,9 @@ def ranks_here(launcher: int) -> dict[int, list[int]]:
 
 
 def report(rank: int, size: int) -> None:
-    """Say which ranks have not come; the first rank of the node that waits does.
+    """Report the ranks that have not come; the first waiting rank of the node does so.
 
-    None is named if the world is not the launcher's, whose ranks have other numbers then.
+    The report has no names if the world is not the launcher's, whose ranks have other numbers.
     """
     launch, launcher = environment.detect(), launcher_of(os.getpid())
     come = {each.process: each.rank for each in arrivals() if launcher_of(each.process) == launcher}

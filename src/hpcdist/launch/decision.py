@@ -1,6 +1,6 @@
-"""Decision who started this process, for a world that is about to be made: contradictions are errors.
+"""Decision which launcher started this process, for a new world: contradictions are errors.
 
-It is not a part of ``environment``, which commands use that start without torch: the errors are torch's classes.
+It is apart from ``environment``, which commands use without torch: the errors are torch's classes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hpcdist.launch import environment
 
 
 def launched() -> environment.Launch | None:
-    """Return how this process was started, to make a world of it; ValueError if the variables contradict each other."""
+    """Return how this process was started, for a new world; ValueError if the variables contradict each other."""
     launch = environment.detect()
     if launch is not None and launch.conflict:
         text = f"who started this process is contradictory: {launch.conflict}"
@@ -21,9 +21,9 @@ def launched() -> environment.Launch | None:
 
 
 def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:
-    """Raise if "mpi" would make a world of one in each of several processes that no MPI launcher started.
+    """Raise if "mpi" would make a world of one in each of several processes without an MPI launcher.
 
-    ``size`` is how many processes the caller says that there are, if it does.
+    ``size`` is the caller's number of processes, if it gave one.
     """
     if launch is not None and launch.starts_mpi:
         return

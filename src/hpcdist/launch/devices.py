@@ -1,8 +1,8 @@
-"""Choice of this rank's GPU, by its place among the ranks of the node that see the same GPUs.
+"""Choice of this rank's GPU, by its position among the ranks of the node that see the same GPUs.
 
 If the launcher binds GPUs to tasks (Slurm's ``--gpus-per-task``, ``--gpu-bind``), every rank sees its own and takes the
-first. If all ranks of a node see all GPUs, the rank on the node decides. ``rank % count`` would be wrong: it names
-another GPU as soon as ranks are not assigned to nodes in blocks, and the same GPU twice if nodes differ.
+first. If all ranks of a node see all GPUs, the rank on the node decides. ``rank % count`` would be wrong if ranks are
+not assigned to nodes in blocks, or if nodes differ: then two ranks would have one GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def may_share(given: Mapping[str, str] = os.environ) -> bool:
 
 
 def how_to_share(version: Sequence[int]) -> str:
-    """Return what lets several ranks use one GPU with a release of NCCL."""
+    """Return the advice for several ranks on one GPU, for a release of NCCL."""
     if tuple(version) >= SHARE_SINCE:
         return f"set {SHARE}=1"
     return (
@@ -37,12 +37,12 @@ def how_to_share(version: Sequence[int]) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Return a GPU's UUID, which no other GPU has."""
+    """Return a GPU's UUID."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def visible() -> View:
-    """Return the GPUs that this process sees; a single one without its UUID, because asking for it starts CUDA."""
+    """Return the GPUs that this process sees; a single one without its UUID, whose query would start CUDA."""
     count = torch.cuda.device_count()
     if count < 2:
         return ("the only one",) * count
@@ -50,16 +50,16 @@ def visible() -> View:
 
 
 def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
-    """Return the index of a rank's GPU among those that it sees, given what each rank of the node sees.
+    """Return the index of a rank's GPU among those that it sees, given the GPUs that each rank of the node sees.
 
-    With ``shares`` several ranks may use one GPU; neighbouring ranks share. DistBackendError if this rank sees none, or
-    more ranks see the same GPUs than there are.
+    With ``shares`` several ranks may use one GPU; neighbouring ranks share. DistBackendError if this rank sees no GPU,
+    or there are more ranks than GPUs that they see.
     """
     mine = views[local_rank]
     if not mine:
         raise DistBackendError("this process sees no GPU")
     if len(mine) == 1:
-        return 0  # whether another rank uses it too is found out when the ranks connect
+        return 0  # the connection finds whether another rank uses it too
     alike = [rank for rank, view in enumerate(views) if view == mine]
     position = alike.index(local_rank)
     if len(alike) <= len(mine):
@@ -74,9 +74,9 @@ def place(views: Sequence[View], local_rank: int, shares: bool = False) -> int:
 
 
 def views_by_mpi(comm: Any) -> tuple[list[View], int]:
-    """Return what each rank of this node sees and this rank's place on it; every rank of ``comm`` calls.
+    """Return the GPUs that each rank of this node sees, and this rank's index on it; every rank of ``comm`` calls.
 
-    A node is what MPI says shares memory (MPI_Comm_split_type with MPI_COMM_TYPE_SHARED, MPI 7.4.2).
+    The ranks of a node are those that share memory according to MPI (MPI_COMM_TYPE_SHARED, MPI 7.4.2).
     """
     from mpi4py import MPI
 

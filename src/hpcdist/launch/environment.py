@@ -1,7 +1,7 @@
 """Launcher detection: this process's rank and size from the environment, by one table of launchers.
 
-Job scripts often export RANK, WORLD_SIZE and MASTER_ADDR for torch beside an MPI launcher's own variables. If both say
-the same, the launcher started this process, and MPI carries it; if they differ, no world is made of either.
+Job scripts often export RANK, WORLD_SIZE and MASTER_ADDR for torch beside an MPI launcher's own variables. If both
+agree, the launcher started this process, and MPI is used; if they differ, init raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WRONG_FLUX_PMI = (
 
 
 class Launcher(NamedTuple):
-    """A launcher: its name, the variables that it sets, and what to do if its MPI is another one than the program's."""
+    """A launcher: its name, the variables that it sets, and the advice if its MPI differs from the program's."""
 
     name: str
     rank: str
@@ -41,8 +41,8 @@ class Launcher(NamedTuple):
 HYDRAS_OWN = "MPI_LOCALRANKID"
 TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
 
-# The first that matches counts. mpirun comes before srun, flux and jsrun, because it is often called inside their
-# allocations. The variables are those of the launchers' manuals: flux-environment(7), IBM's Job Step Manager.
+# The first match is used. mpirun comes before srun, flux and jsrun, because it is often called inside their
+# allocations. The variables are from the launchers' manuals: flux-environment(7), IBM's Job Step Manager.
 LAUNCHERS = (
     Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     Launcher("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
@@ -54,11 +54,11 @@ LAUNCHERS = (
 )
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "", False)
 
-RANKS_FROM = "HPCDIST_RANKS_FROM"  # "mpi" or "env": which of the two counts, if both are set
+RANKS_FROM = "HPCDIST_RANKS_FROM"  # "mpi" or "env": which of the two is used if both are set
 
 
 class Launch(NamedTuple):
-    """How this process was started, why that was decided (``reason``), and what contradicts it (``conflict``)."""
+    """How this process was started, the reason for that result, and a contradiction (``conflict``)."""
 
     name: str
     rank: int
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
     remedy: str
     reason: str = ""
     conflict: str = ""
-    variable: str = ""  # which holds the rank
+    variable: str = ""  # the variable of the rank
 
 
 def integer(environment: Mapping[str, str], variable: str) -> int | None:
@@ -77,7 +77,7 @@ def integer(environment: Mapping[str, str], variable: str) -> int | None:
 
 
 def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
-    """Return what a launcher's variables say; None if its rank and size are not set, or those of srun by sbatch."""
+    """Return the start by a launcher's variables; None if they are not set, or srun's were set by sbatch."""
     rank, size = integer(environment, launcher.rank), integer(environment, launcher.size)
     is_batch_script = launcher.name == "srun" and environment.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID"))
     if rank is None or size is None or is_batch_script:
@@ -89,9 +89,9 @@ def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> La
 
 
 def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
-    """Return how an MPI launcher started this process, by its own variables; the first of the table counts.
+    """Return the start by an MPI launcher, from its own variables; the first of the table is used.
 
-    PMI_RANK is set by srun, flux and PALS too, but they set no variable of hydra's.
+    srun, flux and PALS set PMI_RANK too, but no variable of hydra's.
     """
     launches = [found(each, environment, f"{each.rank} and {each.size} are set") for each in LAUNCHERS]
     said = [(each.rank, each.size) for each in launches if each is not None]
@@ -103,13 +103,13 @@ def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
 
 
 def is_started_by_launcher(launcher: str) -> bool:
-    """Tell whether the process that started this one is not a rank's: it lacks the launcher's variable.
+    """Tell whether the parent process is not a rank: it lacks the launcher's variable.
 
-    torchrun's processes are started by torchrun, which is one of the launcher's ranks then, and inherits its variables.
+    The parent of torchrun's processes is torchrun, which may be one of the launcher's ranks and then has its variables.
     """
     try:
         given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except PermissionError:  # a daemon of the system's, such as slurmstepd
+    except PermissionError:  # a system daemon, such as slurmstepd
         return True
     except OSError:
         return False
@@ -117,12 +117,12 @@ def is_started_by_launcher(launcher: str) -> bool:
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return how this process was started, or None if no known launcher did; ``launched`` raises for a conflict.
+    """Return how this process was started, None without a known launcher; ``launched`` raises for a conflict.
 
-    torchrun counts if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
-    torchrun itself on each node; not in a process that the launcher itself has started, where they are left over. RANK,
-    WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, count if no MPI launcher's variables are
-    set, or one rank of MPI's was started, which may have started these processes.
+    torchrun is used if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
+    torchrun itself on each node; not in a process that the launcher itself has started, where it is left over. RANK,
+    WORLD_SIZE and MASTER_ADDR without it, the contract of c10d's ``env://``, are used if there are no variables of an
+    MPI launcher, or MPI's world is one rank, which may have started these processes.
     """
     choice = environment.get(RANKS_FROM, "")
     own = by_mpi_launcher(environment)
@@ -159,11 +159,11 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def names_others() -> bool:
-    """Tell whether the variables of c10d's ``env://`` say that there are other processes, be they complete or not."""
+    """Tell whether variables of c10d's ``env://``, complete or not, say that there are other processes."""
     return bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE", "").strip() not in ("", "1")
 
 
-# the variables that hold the rank on the node; LOCAL_RANK is c10d's own and comes first
+# the variables of the rank on the node; LOCAL_RANK is c10d's own and comes first
 LOCAL_RANKS = ("LOCAL_RANK", *(each.local_rank for each in LAUNCHERS))
 
 
@@ -172,16 +172,16 @@ def first_integer(environment: Mapping[str, str], variables: Iterable[str]) -> i
 
 
 def node_local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process's rank on its node as the launcher gives it, or None."""
+    """Return this process's rank on its node, given by the launcher, or None."""
     return first_integer(environment, LOCAL_RANKS)
 
 
-# the variables that hold the node's number
+# the variables of the node's number
 NODES = ("GROUP_RANK", "SLURM_NODEID", "PALS_NODEID")
 
 
 def node_index(local_size: int | None, launch: Launch, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of this process's node: the launcher's, or what an even layout in blocks or in turn means."""
+    """Return the number of this process's node: the launcher's, or that of an even layout by blocks or round robin."""
     if (given := first_integer(environment, NODES)) is not None:
         return given
     if not local_size or launch.size % local_size:
@@ -195,20 +195,20 @@ def node_index(local_size: int | None, launch: Launch, environment: Mapping[str,
 INIT_METHOD = "HPCDIST_INIT_METHOD"  # the default of init_process_group's init_method, for job scripts
 
 
-NODE_KEY = "HPCDIST_NODE_KEY"  # replaces the host's name as the node's identity; imitates several nodes on one machine
+NODE_KEY = "HPCDIST_NODE_KEY"  # the node's identity in place of the host's name; imitates several nodes on one machine
 
 
 def node_key() -> str:
-    """Return the identity of this node, equal for its processes and no others."""
+    """Return the identity of this node, the same for its processes and for no others."""
     return os.environ.get(NODE_KEY) or socket.gethostname()
 
 
 REPRODUCIBLE, BRIDGE, CHECK_CALLS = "HPCDIST_REPRODUCIBLE", "HPCDIST_BRIDGE", "HPCDIST_CHECK_CALLS"
-SWITCHES = {REPRODUCIBLE: "0", BRIDGE: "1", CHECK_CALLS: "1"}  # and what each is if it is not set
+SWITCHES = {REPRODUCIBLE: "0", BRIDGE: "1", CHECK_CALLS: "1"}  # with their defaults
 
 
 def is_on(switch: str) -> bool:
-    """Return what one of SWITCHES chooses; ValueError if it is neither 0 nor 1, nor empty."""
+    """Return the value of one of SWITCHES; ValueError if it is neither 0 nor 1, nor empty."""
     given = os.environ.get(switch) or SWITCHES[switch]
     if given not in ("0", "1"):
         raise ValueError(f"{switch}={given!r}: expected 0 or 1")

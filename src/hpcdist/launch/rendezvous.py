@@ -1,6 +1,6 @@
-"""Rendezvous: how the processes of a job find each other, by a store that all of them reach (c10d's ``rendezvous``).
+"""Rendezvous: connects the processes of a job by a store that all of them reach (c10d's ``rendezvous``).
 
-Each URL scheme has a handler that opens the store and tells this process's rank. The stores of the package ``stores``
+Each URL scheme has a handler that opens the store and returns this process's rank. The stores of the package ``stores``
 use torch's protocol, so that they can connect to the server of torchrun's agent, and torch's clients to ours.
 """
 
@@ -29,24 +29,24 @@ from hpcdist_stores.errors import LostServerError, wait_timeout
 Found = tuple[Store, int, int]
 Handler = Callable[..., Iterator[Found]]
 
-PORTS = range(20000, 60000)  # where slurm:// looks for a free one
+PORTS = range(20000, 60000)  # the ports at which slurm:// searches a free one
 INVITATION, COMPLETE = "world/next", "complete"  # the keys of ``meet``
-ONE_TRY = timedelta(seconds=2)  # for a server that may be another job's
-LOST_PAUSE = 0.02  # seconds until the next look for a server, after one has ended
-OPEN = "open_store"  # the call of a journal, and of errors
+ONE_TRY = timedelta(seconds=2)  # seconds for a server that may be another job's
+LOST_PAUSE = 0.02  # seconds until the next search for a server, after one has ended
+OPEN = "open_store"  # the call's name in the journal and in errors
 SERVED: list[Store] = []  # the last world's: rank 0 may have destroyed that while other ranks still use the store
 CREDENTIAL = "munge"  # the key of a notice
-NOTICES: list[Store] = []  # rank 0's, which its other ranks may still read
-CANDIDATES = 8  # ports that a slurm:// job may use, so that jobs on one node do not collide
+NOTICES: list[Store] = []  # rank 0's, which other ranks may still read
+CANDIDATES = 8  # ports that a slurm:// job may use, several so that jobs on one node do not collide
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Found]:
-    """Find the other processes of a job (c10d's ``rendezvous``); every process calls this.
+    """Connect the processes of a job (c10d's ``rendezvous``); every process calls this.
 
     Args:
         url: ``env://``, ``tcp://host:port``, ``file:///path``, ``mpi://`` or ``slurm://``; ``?rank=…&world_size=…``
             may follow.
-        rank, world_size: this process and how many there are, where the URL does not say so.
+        rank, world_size: this process's number and the number of processes, if the URL does not have them.
         **kwargs: ``timeout``, a timedelta.
 
     Returns:
@@ -67,7 +67,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Make a URL scheme known (c10d's ``register_rendezvous_handler``).
+    """Register a URL scheme (c10d's ``register_rendezvous_handler``).
 
     Args:
         scheme: such as ``"http"``.
@@ -75,7 +75,7 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
             ``(store, rank, world_size)``.
 
     Raises:
-        RuntimeError: the scheme is known already.
+        RuntimeError: the scheme is registered already.
     """
     if scheme in HANDLERS:
         raise RuntimeError(f"Rendezvous handler for {scheme}:// already registered")
@@ -92,7 +92,7 @@ def find(
 ) -> Found:
     """Return the store, rank and size for ``init_process_group`` without an MPI backend; every rank calls.
 
-    The store is of this world only (see ``meet``).
+    The store has a prefix of this world only (see ``meet``).
     """
     if store is not None:
         return meet(store, rank, world_size, timeout), rank, world_size
@@ -111,20 +111,19 @@ def find(
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a part of a store that no world had before, once all ranks of the new one have come; each of them calls.
+    """Return a store under a new prefix, after all ranks of the new world have come; each of them calls.
 
-    A store may outlive the world that it was opened for: torchrun's agent has one for all worlds of its workers, and
-    rank 0's server lives until rank 0 has destroyed its world, while another rank may begin the next already. The keys
-    of the earlier world would be taken for this one's. So rank 0 invites to a part with a new name, and takes the
-    invitation back before anyone goes on; whoever waits for one at a server that ends (LostServerError) looks for the
-    next server.
+    A store may outlive its world: torchrun's agent has one for all worlds of its workers, and rank 0's server lives
+    until rank 0 has destroyed its world, while another rank may begin the next one already. It would read the keys of
+    the earlier world. So rank 0 publishes a new prefix, and removes that key before any rank continues; a rank that
+    waits for it at a server that ends (LostServerError) searches for the next server.
     """
     if size == 1:
         return store
     if rank > 0:
         deadline = time.monotonic() + timeout.total_seconds()
         store.wait([INVITATION], timeout)
-        while not (name := store.get(INVITATION).decode()):  # taken back in a store without ``delete_key``
+        while not (name := store.get(INVITATION).decode()):  # removed, in a store without ``delete_key``
             if time.monotonic() >= deadline:
                 seconds = timeout.total_seconds()
                 raise wait_timeout([INVITATION.encode()], seconds, seconds, "the store of the program")
@@ -141,7 +140,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     finally:
         try:
             store.delete_key(INVITATION)
-        except RuntimeError:  # NotImplementedError too: a store of the program's own may not have it
+        except RuntimeError:  # NotImplementedError too: the program's own store may lack it
             store.set(INVITATION, "")
     world.set(COMPLETE, "")
     return world
@@ -184,7 +183,7 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     rank, world_size = query(urlparse(url), rank, world_size)
     found: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "", "MASTER_PORT": -1}
     for name, value in found.items():
-        if value in (-1, ""):  # the caller has not given it
+        if value in (-1, ""):  # unless the caller has given it
             if (text := os.environ.get(name)) is None:
                 raise missing("env", f"environment variable {name} expected, but not set")
             try:
@@ -222,11 +221,11 @@ def by_file(url: str, rank: int, world_size: int, timeout: timedelta = default_p
 
 
 def by_mpi(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
-    """Open a store on rank 0 and send its addresses and a random secret over MPI; nothing needs to be configured."""
+    """Open a store on rank 0 and send its addresses and a random secret over MPI, without configuration."""
     from hpcdist.core import registry
     from hpcdist.core.backend import Bootstrap
 
-    carrier = registry.connect("mpi", Bootstrap(rank, world_size, timeout))  # rank and size are MPI's own
+    carrier = registry.connect("mpi", Bootstrap(rank, world_size, timeout))  # rank and size are MPI's
     try:
         store = served(carrier, timeout)
     finally:
@@ -237,9 +236,9 @@ def by_mpi(url: str, rank: int, world_size: int, timeout: timedelta = default_pg
 def by_slurm(url: str, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> Iterator[Found]:
     """Use the variables of an srun step: rank 0's server listens on the step's first node.
 
-    The ports to try follow from job and step, because another program may have one of them. A client tells its job's
-    server from another job's on the same node by the secret (``slurm_secret``). If MUNGE hands it out, anyone may read
-    the credential at those ports, and the store itself has another one.
+    Several ports follow from job and step, because another program may use one of them. The secret (``slurm_secret``)
+    distinguishes the job's server from another job's on the same node. With MUNGE any process may read the credential
+    at those ports, and the store itself has another port.
     """
     step = slurm_step.step(os.environ)
     rank, world_size = required("slurm", step.rank, step.size)
@@ -257,7 +256,7 @@ def by_slurm(url: str, rank: int, world_size: int, timeout: timedelta = default_
 
 
 def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: timedelta) -> Store:
-    """Open or join a store whose secret and port a MUNGE credential says, which rank 0 serves at one of the ports."""
+    """Open or join a store by a MUNGE credential with its port and secret, which rank 0 serves at one of the ports."""
     if rank == 0:
         secret = secrets.token_bytes(32)
         store = stores.TCPStore(host, 0, None, True, timeout, secret=secret)
@@ -275,7 +274,7 @@ def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: tim
 
 
 def serve_any(host: str, ports: list[int], timeout: timedelta, secret: bytes | None) -> Store:
-    """Open a server on the first port that is free."""
+    """Open a server on the first free port."""
     for port in ports:
         try:
             return stores.TCPStore(host, port, None, True, timeout, secret=secret)
@@ -298,7 +297,7 @@ def join_any(places: Sequence[tuple[str, int]], timeout: timedelta, secret: byte
 def first_of(
     places: Sequence[tuple[str, int]], timeout: timedelta, connect: Callable[[str, int], Store | None]
 ) -> Store:
-    """Return the first store to which ``connect`` connects, at an address where something listens."""
+    """Return the first store that ``connect`` opens, among the addresses with a listener."""
     deadline = time.monotonic() + timeout.total_seconds()
     failure: Exception | None = None
     while time.monotonic() < deadline:
@@ -330,11 +329,11 @@ HANDLERS: dict[str, Handler] = {"env": by_environment, "tcp": by_tcp, "file": by
 
 
 def served(carrier: Any, timeout: timedelta) -> Store:
-    """Open a server on rank 0, which sends the others by a backend where it is, and a random secret; every rank calls.
+    """Open a server on rank 0, which sends its addresses and a random secret by a backend; every rank calls.
 
-    If all ranks have one ``addresses.network()``, the server listens on the loopback; else on all interfaces, and each
-    rank takes the first of rank 0's addresses under which it finds the server within the timeout, the store's. Every
-    rank has found it when this returns: rank 0 may end its server at once. If one fails, all raise its error.
+    If all ranks have the same ``addresses.network()``, the server listens on the loopback; else on all interfaces, and
+    each rank uses the first of rank 0's addresses at which it reaches the server within the store's timeout. All ranks
+    have connected when this returns: rank 0 may end its server at once. If one fails, all raise its error.
     """
     rank, networks = carrier.rank, carrier.objects.all_gather(addresses.network(), call=OPEN)
     made: list[Store] = []
@@ -362,7 +361,7 @@ def served(carrier: Any, timeout: timedelta) -> Store:
 
 
 def opened_by_rank_0(carrier: Any, call: str, open_port: Callable[[], int]) -> tuple[str, int]:
-    """Let rank 0 open a port, and return host and port by which this rank reaches it; every rank calls this.
+    """Let rank 0 open a port, and return the host and port at which this rank reaches it; every rank calls this.
 
     If rank 0 fails, all ranks raise its error, with the user's call.
     """

@@ -1,8 +1,8 @@
-"""Secret of a Slurm step without MPI: derived from what only its user has, because squeue shows job and step to all.
+"""Secret of a Slurm step without MPI, derived from a file that only its user can read.
 
-It is an HMAC over job and step, keyed by a random file in the user's home, which the first rank that needs it makes. If
-the step has several hosts and the home is on a disk of one of them, MUNGE, which Slurm itself relies on, encrypts a
-random secret for this user (``sealed`` and ``unsealed``).
+squeue shows job and step to all users, so the secret is an HMAC over them, keyed by a random file in the user's home,
+which the first rank that needs it makes. If the step has several hosts and the home is a local disk, MUNGE, on which
+Slurm itself relies, encrypts a random secret for this user (``sealed`` and ``unsealed``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 from hpcdist.core.errors import DistBackendError, explained
 
-VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own, for hosts that share no home and have no MUNGE
+VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own secret, for hosts without a shared home and without MUNGE
 FILE = Path(".hpcdist", "store-key")  # in the home
 LENGTH = 32
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs", "rootfs"}
-ELSEWHERE = os.defpath  # where MUNGE may be, if the PATH does not lead there
+ELSEWHERE = os.defpath  # folders of MUNGE, if they are not on the PATH
 MUNGE_SECONDS = 10
 
 
@@ -33,12 +33,12 @@ def secret(identity: str, key: bytes) -> bytes:
 
 
 def key_of(hosts: list[str]) -> bytes | None:
-    """Return the key that all ranks of this user on a step's hosts find, or None if only MUNGE can hand them one."""
+    """Return the key that this user's ranks on all hosts of a step can read, or None if they need MUNGE."""
     if own := os.environ.get(VARIABLE):
         return own.encode()
-    home = Path(os.path.expanduser("~"))  # ``~`` if nobody knows it, as in a container with another user's number
+    home = Path(os.path.expanduser("~"))  # ``~`` if it is unknown, as in a container with another user's number
     key, is_there = home / FILE, home.is_absolute() and os.path.isdir(home)
-    has_home = is_there and (os.path.exists(key) or os.access(home, os.W_OK))  # compute nodes may only read it
+    has_home = is_there and (os.path.exists(key) or os.access(home, os.W_OK))  # read-only on compute nodes
     if has_home and (len(set(hosts)) == 1 or file_system(home) not in LOCAL):
         return key_in(key)
     if tool("munge") and tool("unmunge"):
@@ -53,7 +53,7 @@ def key_of(hosts: list[str]) -> bytes | None:
 
 
 def tool(name: str) -> str | None:
-    """Return the path of a command of MUNGE, if it is there."""
+    """Return the path of a command of MUNGE, if it is installed."""
     return shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), ELSEWHERE)))
 
 
@@ -67,12 +67,12 @@ def file_system(folder: Path) -> str:
 
 
 def key_in(file: Path) -> bytes:
-    """Return the random key in a file that only this user can read, which is made if it is not there, or raise."""
+    """Return the random key in a file that only this user can read, made if it is missing, or raise."""
     try:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         if not file.exists():
             make(file)
-        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would block
         try:
             about, folder, key = os.fstat(fd), os.stat(file.parent, follow_symlinks=False), os.read(fd, LENGTH)
         finally:
@@ -88,7 +88,7 @@ def key_in(file: Path) -> bytes:
 
 
 def make(file: Path) -> None:
-    """Make a key whole and at once: of several ranks that do so together, one wins, and all read its key."""
+    """Make a key atomically: if several ranks do so at once, one wins, and all read its key."""
     draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -110,7 +110,7 @@ def refused(file: Path, why: str) -> DistBackendError:
 
 
 def sealed(identity: str, port: int, content: bytes) -> str:
-    """Return a MUNGE credential that only this user's processes can read: where the job's store is, and its secret."""
+    """Return a MUNGE credential that only this user's processes can read, with the store's port and secret."""
     text = json.dumps([identity, port, content.hex()])
     command = [tool("munge") or "munge", "--restrict-uid", str(os.getuid())]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
@@ -120,7 +120,7 @@ def sealed(identity: str, port: int, content: bytes) -> str:
 
 
 def unsealed(identity: str, credential: str) -> tuple[int, bytes] | None:
-    """Return port and secret of a credential; None for one that is not this user's, or is of another step."""
+    """Return port and secret of a credential; None for one of another user or step."""
     command = [tool("unmunge") or "unmunge", "--keys", "UID,STATUS", "--metadata", "/dev/fd/2"]
     done = subprocess.run(command, input=credential, capture_output=True, text=True, timeout=MUNGE_SECONDS)
     if done.returncode or not any(

@@ -1,4 +1,4 @@
-"""This process's Slurm step: its rank and size in it, and the hosts that the step runs on.
+"""This process's Slurm step: rank, size and hosts.
 
 The step's variables take precedence over the job's, because a job of eight nodes may run a step on two of them.
 """
@@ -15,7 +15,7 @@ from hpcdist.core.errors import explained
 
 
 class Step(NamedTuple):
-    """One srun: this task's rank, the number of tasks, their hosts, and an identity that no other step has."""
+    """One srun: this task's rank, the number of tasks, their hosts, and a unique identity."""
 
     rank: int
     size: int
@@ -23,7 +23,7 @@ class Step(NamedTuple):
     identity: str
 
 
-# what is wanted, and the variables that hold it; the first that is set counts
+# each value's variables; the first that is set is used
 VARIABLES = {
     "rank": ("SLURM_PROCID",),
     "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
@@ -39,16 +39,16 @@ MOST_HOSTS = 100_000
 
 
 def _padded(ranges: str) -> list[str]:
-    """Return the numbers of ``08-10,12``, with the zeros that their ranges begin with."""
+    """Return the numbers of ``08-10,12``, with leading zeros."""
     ends = [(each.partition("-")[0], each.rpartition("-")[2]) for each in ranges.split(",")]
     return [f"{number:0{len(low)}}" for low, high in ends for number in range(int(low), int(high) + 1)]
 
 
 def expand(names: str) -> list[str]:
-    """Return the hosts of a list such as ``n[08-10,12],gpu1``, in its order; zeros in front of a number are kept.
+    """Return the hosts of a list such as ``n[08-10,12],gpu1``, in order; leading zeros are kept.
 
-    ``scontrol`` could do it too, but compute nodes and containers may not have it. A list that cannot be read, or
-    stands for more hosts than any cluster has, is a ValueError.
+    ``scontrol`` could do it too, but compute nodes and containers may lack it. ValueError for a malformed list, or one
+    with more hosts than any cluster has.
     """
     unreadable = ValueError(
         f"cannot read the host list {names!r}; expected names and ranges such as 'n[08-10,12],gpu1'"
@@ -59,7 +59,7 @@ def expand(names: str) -> list[str]:
         raise unreadable
     hosts: list[str] = []
     for name in re.findall(NAME, names):
-        # every other piece is what a pair of brackets holds
+        # every other piece is the content of a pair of brackets
         choices = [_padded(piece) if index % 2 else [piece] for index, piece in enumerate(re.split(r"\[(.*?)\]", name))]
         if math.prod(map(len, choices)) > MOST_HOSTS:
             raise unreadable
@@ -74,7 +74,7 @@ def first_host(environment: Mapping[str, str]) -> str | None:
 
 
 def step(environment: Mapping[str, str]) -> Step:
-    """Return the step that this process is a task of; ValueError if it was not started by srun."""
+    """Return this process's step; ValueError if it was not started by srun."""
     found: dict[str, str] = {}
     for question, names in VARIABLES.items():
         value = next((environment[name] for name in names if environment.get(name)), None)

@@ -1,4 +1,4 @@
-"""Topology of a node: its NUMA domains, and the cores, GPUs and network cards of each, as /sys gives them."""
+"""Topology of a node: its NUMA domains, and the cores, GPUs and network cards of each, from /sys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcdist.launch import environment
 
 SYS = Path("/sys")
 RDMA = ("infiniband", "cxi")  # classes of network cards in /sys: InfiniBand, Omni-Path, RoCE and EFA; Slingshot
-# how many ranks the node of this rank has; Slurm's is a list of the nodes' numbers, such as 4(x2),3
+# the number of ranks on this rank's node; Slurm's is a list for all nodes, such as 4(x2),3
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -28,7 +28,7 @@ LOCAL_SIZES = (
 )
 
 
-# how a launcher binds ranks to cores of their own, spread over the NUMA domains
+# launchers' options that bind ranks to separate cores, spread over the NUMA domains
 BINDINGS = {
     "srun": "srun --cpus-per-task={cpus} --cpu-bind=cores --distribution=block:cyclic …",
     "mpirun (Open MPI)": "mpirun --map-by ppr:{ranks}:{part}:PE={cores} --bind-to core …",
@@ -39,7 +39,7 @@ BINDINGS = {
 
 
 class Room(NamedTuple):
-    """What a job may use of a node."""
+    """The part of a node that a job may use."""
 
     cpus: int  # logical
     cores: int
@@ -52,17 +52,17 @@ class Topology(NamedTuple):
 
     cpus: dict[int, set[int]]  # the logical CPUs of each domain; none if it is memory only, such as a GPU's
     sockets: dict[int, int]  # the socket of each domain that has CPUs
-    distances: dict[int, dict[int, int]]  # of the memory of one domain from the CPUs of another, 10 for its own
-    cards: dict[str, int]  # the domain of each card that MPI, UCX or NCCL can send by, under the name they give it
+    distances: dict[int, dict[int, int]]  # distance of one domain's memory from the CPUs of another, 10 for its own
+    cards: dict[str, int]  # the domain of each card that MPI, UCX or NCCL can use, by their name for it
     usable: set[int]  # the CPUs that this process's control group allows
-    cores: int  # that these belong to
+    cores: int  # the domains of these CPUs
 
     def domains(self, cpus: Iterable[int]) -> list[int]:
         some = set(cpus)
         return sorted(domain for domain, own in self.cpus.items() if own & some)
 
     def room(self) -> Room:
-        """Return what the job may use."""
+        """Return the part that the job may use."""
         domains = self.domains(self.usable)
         return Room(len(self.usable), self.cores, len(domains), len({self.sockets[each] for each in domains}))
 
@@ -72,12 +72,12 @@ class Topology(NamedTuple):
         return min((each for each in self.sockets if each in row), key=row.__getitem__, default=None)
 
     def distance(self, here: Iterable[int], there: int) -> int:
-        """Return the distance of a domain from the nearest of some."""
+        """Return the distance of a domain from the nearest of others."""
         return min((self.distances.get(each, {}).get(there, 0) for each in here), default=0)
 
 
 def read(root: Path = SYS, groups: str | None = None) -> Topology:
-    """Return this node's topology; tests give another root than /sys, and the content of /proc/self/cgroup."""
+    """Return this node's topology; tests give a root in place of /sys, and the content of /proc/self/cgroup."""
     nodes = {int(path.name.removeprefix("node")): path for path in root.glob("devices/system/node/node[0-9]*")}
     domains = {domain: cpus(text(nodes[domain] / "cpulist")) for domain in sorted(nodes)}
     rows = {domain: map(int, text(nodes[domain] / "distance").split()) for domain in domains}
@@ -107,7 +107,7 @@ def read(root: Path = SYS, groups: str | None = None) -> Topology:
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
     """Return the name of this node's processor; on ARM the architecture and the numbers of its maker and its part."""
     with contextlib.suppress(OSError), info.open() as file:
-        lines = itertools.takewhile(str.strip, file)  # of the first core: the kernel takes a while for all of many
+        lines = itertools.takewhile(str.strip, file)  # only the first core's lines: reading all takes long
         fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         named = (fields.get("model name"), fields.get("CPU implementer"), fields.get("CPU part"))
         if found := [each for each in named if each]:
@@ -139,7 +139,7 @@ def allowed(root: Path, groups: str | None) -> set[int]:
 
 
 def control_groups(root: Path = SYS, groups: str | None = None) -> list[Path]:
-    """Return the folders of this process's control group (version 2) and of those around it: each may set a limit.
+    """Return the folders of this process's control group (version 2) and of its parents: each may set a limit.
 
     The parameters are those of ``read``.
     """
@@ -157,21 +157,21 @@ def gpu_domain(address: str, topology: Topology, root: Path = SYS) -> int | None
 
 
 def bind(launcher: str | None, ranks: int, room: Room) -> str:
-    """Return the command with which a launcher gives each of a node's ranks cores of its own, near to each other.
+    """Return the launcher's command that gives each of a node's ranks separate cores, near to each other.
 
     For a launcher that is not in ``environment.LAUNCHERS`` it is srun's.
     """
     is_package = ranks < room.domains  # a rank then has more cores than a domain
     part = ("socket" if launcher and "hydra" in launcher else "package") if is_package else "numa"
     parts = max(1, room.sockets if is_package else room.domains)
-    share = -(-ranks // parts)  # ranks of the fullest part, which has to have cores for all of them
+    share = -(-ranks // parts)  # ranks of the fullest part, which needs cores for all of them
     return BINDINGS.get(launcher or "", BINDINGS["srun"]).format(
         cpus=max(1, room.cpus // (parts * share)), cores=max(1, room.cores // (parts * share)), ranks=share, part=part
     )
 
 
 def local_size(given: Mapping[str, str]) -> int:
-    """Return the number of ranks on this rank's node as the launcher gives it, or 0."""
+    """Return the number of ranks on this rank's node, given by the launcher, or 0."""
     for variable in LOCAL_SIZES:
         parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", given.get(variable, ""))
         sizes = [int(size) for size, times in parts for _ in range(int(times or 1))]

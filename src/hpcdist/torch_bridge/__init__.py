@@ -1,8 +1,8 @@
-"""Bridge to ``torch.distributed``: shows it our groups, takes its calls to make some, and holds torch's private names.
+"""Bridge to ``torch.distributed``: registers our groups there, makes groups for its calls, uses its private names.
 
-torch's libraries look groups up in tables that ``torch.distributed`` keeps for itself. They are written here, and what
-else torch keeps private is used here, and nowhere else (``tests/project/test_private_torch.py``). Each module lists
-what it touches, and the versions where that was checked:
+torch's libraries look groups up in private tables of ``torch.distributed``. These are written here, and other private
+names of torch are used here, and nowhere else (``tests/project/test_private_torch.py``). Each module lists the names
+that it uses, and the versions with which they were checked:
 
 - ``mirror``: our groups in torch's tables, and the store that goes with them.
 - ``registration``: the backend "hpcdist", ``env://`` under MPI's launchers, and the diversion of unmodified scripts.
@@ -10,19 +10,19 @@ what it touches, and the versions where that was checked:
 - ``dispatch``: c10d's operators on our groups, which modes and subclasses see.
 - ``private_names``: single names.
 
-Importing the package installs the events, and the dispatcher's part if this torch has the names for it.
+Importing the package installs the events, and the dispatcher's part if this torch has its names.
 """
 
 from contextlib import suppress
 
 from hpcdist.torch_bridge import profiler as _profiler  # noqa: F401  # it installs itself
 
-with suppress(ImportError):  # a torch without the private names that it uses
+with suppress(ImportError):  # a torch without its private names
     from hpcdist.torch_bridge import dispatch as _dispatch  # noqa: F401  # it installs itself
 
 
 def registered() -> None:
     """Do nothing: importing this package has registered the backend.
 
-    From 2.14 on torch calls this by an entry point, where ``hpcdist_autoload`` is switched off.
+    torch calls this by an entry point from 2.14 on, if ``hpcdist_autoload`` is switched off.
     """

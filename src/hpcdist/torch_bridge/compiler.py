@@ -29,11 +29,11 @@ REASON = "it communicates"
 
 
 def likeness(*tensors: torch.Tensor, any_size: bool = False) -> call_cache.Likeness:
-    """Return what tells whether tensors look like these: what torch.compile holds its inputs against.
+    """Return a predicate: whether tensors have the same metadata as these, by the guards of torch.compile.
 
-    One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and what the thread adds
-    to them, such as autocast), dtype, device, requires_grad, sizes and strides; if they may have any size, of these
-    only the number of dimensions, and of a single dimension the stride.
+    One call compares class, dispatch keys (layout, device type, lazy negation and conjugation, and those of the thread,
+    such as autocast), dtype, device, requires_grad, sizes and strides; with ``any_size``, in place of sizes and strides
+    only the number of dimensions, and the stride of a single dimension.
     """
     sizes: list[list[int | None]] = [[None] * each.dim() if any_size else list(each.shape) for each in tensors]
     strides: list[list[int | None]] = [
@@ -44,16 +44,16 @@ def likeness(*tensors: torch.Tensor, any_size: bool = False) -> call_cache.Liken
     return check
 
 
-with suppress(Exception):  # a torch that compares in another way: then each call asks for itself
+with suppress(Exception):  # a torch with other guards: then each call makes its checks
     likeness(torch.empty(1, device="cpu"), any_size=True)
     hooks.likeness = likeness
 
 
 def run_as_they_are(values: Iterable[Any]) -> None:
-    """Let torch.compile call our functions among these, and our classes' methods, without tracing into them.
+    """Let torch.compile call our functions and methods among these values without tracing into them.
 
-    A group is opaque to the compiler: it may ask for a group's name, rank and size, and raises an error at any other
-    member, which our methods cannot do without. What is skipped breaks the graph instead, and runs.
+    A group is opaque to the compiler: it knows a group's name, rank and size, and raises an error at any other member,
+    which our methods need. A skipped function breaks the graph instead, and runs.
 
     This is what ``torch.compiler.disable`` does, without its wrapper, which would cost each call a microsecond, and
     without importing the compiler, which takes seconds.

@@ -1,8 +1,8 @@
 """Features of torch that differ among the releases that hpcdist supports.
 
-Each is found by looking for it, never by torch's version number: a site's own build has numbers of its own. "since" and
+Each is found by looking for it, never by torch's version number: a site's own build may have any number. "since" and
 "until" name the first and the last release that has it; the documentation is written from them, and a test compares
-them with the torch that it runs on.
+them with the installed torch.
 
 Two of the names are private: ``_C._distributed_c10d._current_process_group``, torch's own group of the current thread,
 and ``device_mesh.DeviceMesh._init_one_process_group``, which makes the groups of a dimension.
@@ -24,21 +24,21 @@ __all__ = ["FEATURES", "Feature", "has"]
 
 
 class Feature(NamedTuple):
-    """Something of torch that some supported releases lack."""
+    """A feature of torch that some supported releases lack."""
 
     is_there: bool  # whether this torch has it
-    since: str | None  # the first release that has it, or None if all do that are older than ``until``
+    since: str | None  # the first release that has it, or None if all up to ``until`` do
     until: str | None  # the last release that has it, or None if the newest does
-    consequence: str  # what hpcdist does about it, or what is missing for the user
+    consequence: str  # how hpcdist replaces it, or what users miss
 
 
 def names_in(function: Any) -> tuple[str, ...]:
-    """Return the names that a function's code uses, below its decorators."""
+    """Return the names that a function's code uses, without its decorators."""
     return inspect.unwrap(function).__code__.co_names
 
 
 def arguments(function: Any) -> tuple[str, ...]:
-    """Return the names of a function's arguments, or none if this torch has no such function."""
+    """Return the names of a function's arguments; empty if this torch has no such function."""
     return tuple(inspect.signature(function).parameters) if function is not None else ()
 
 

@@ -1,4 +1,4 @@
-"""Mirror of our groups in the tables that ``torch.distributed`` keeps of its own, and the store that goes with them.
+"""Mirror of our groups in the private tables of ``torch.distributed``, and the world's store.
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked
@@ -32,19 +32,19 @@ from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
 
 GroupName: Any = c10d.GroupName if has("`GroupName`") else str
-NAME = "hpcdist"  # of the backend, as torch.distributed.init_process_group takes it
+NAME = "hpcdist"  # the backend's name in torch.distributed.init_process_group
 
 
-STOCK: dict[str, Callable[..., Any]] = {}  # torch's own functions, by the names of the places that hpcdist took
+STOCK: dict[str, Callable[..., Any]] = {}  # torch's own functions that hpcdist has replaced, by their names
 
 
 class LateStore(bindings.Store):
-    """The world's store, opened when it is first used: few programs ask for one, and a server costs time.
+    """The world's store, opened at its first use: few programs need one, and a server costs time.
 
-    Under MPI the first use opens it for all ranks, so all of them have to come to it.
+    Under MPI the first use opens it on all ranks, so all of them must make a call on it.
     """
 
-    is_reserved = False  # for groups of ours only, since torch imported hpcdist and the program did not
+    is_reserved = False  # for our groups only, since torch imported hpcdist and the program did not
 
     def opened(self) -> Any:
         if WORLD.store is None:
@@ -53,23 +53,23 @@ class LateStore(bindings.Store):
             if WORLD.default is not None:
                 return rendezvous.store_of(WORLD.default)
             if self.is_reserved:
-                return next(STOCK["env"]("env://"))[0]  # its error says what is missing
+                return next(STOCK["env"]("env://"))[0]  # its error names what is missing
             WORLD.store = next(iter(rendezvous.rendezvous("mpi://")))[0]
         return WORLD.store
 
     def check(self, keys: list[str]) -> bool:
         """Tell whether keys are there.
 
-        c10d's own threads look for a signal now and then, each rank when it likes. They do not open the store, which
-        takes all ranks: one that nobody has opened holds nothing.
+        c10d's own threads poll for a key now and then, each rank by itself. They do not open the store, which needs all
+        ranks: a store that is not open has no keys.
         """
         if WORLD.store is None and isinstance(threading.current_thread(), threading._DummyThread):
             return False
         return bool(self.opened().check(keys))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long calls wait; a store that is not open yet takes the world's limit when it opens."""
-        super().set_timeout(timeout)  # what C++ and ``timeout`` say
+        """Set the limit of waits; a store that is not open yet gets the world's limit when it opens."""
+        super().set_timeout(timeout)  # of the C++ object and ``timeout``
         if WORLD.store is not None:
             WORLD.store.set_timeout(timeout)
 
@@ -80,7 +80,7 @@ STORE_CALLS = (
 )  # fmt: skip
 
 
-# by which torch's C++ PrefixStore calls two of them; queues and list_keys it does not hand on to a store made in Python
+# names of two of them in torch's C++ PrefixStore, which does not forward queues and list_keys to a store in Python
 CXX_NAMES = {"deleteKey": "delete_key", "getNumKeys": "num_keys"}
 
 
@@ -99,23 +99,23 @@ for each in STORE_CALLS:
 for theirs, ours in CXX_NAMES.items():
     setattr(LateStore, theirs, forwarded(ours))
 
-LATE_STORE = LateStore()  # C++ keeps only its half of a store made in Python, so this one lives for ever
+LATE_STORE = LateStore()  # C++ keeps only its half of a store made in Python, so this one lives forever
 
 
 def fresh_store() -> LateStore:
-    """Return the store for a world that is about to begin."""
+    """Return the store for a new world."""
     if WORLD.default is None:
         WORLD.store = None
-        LATE_STORE.set_timeout(default_pg_timeout)  # a world's own, where a store by itself has 5 minutes
+        LATE_STORE.set_timeout(default_pg_timeout)  # the world's; a store's own would be 5 minutes
     return LATE_STORE
 
 
 class TorchWorld:
-    """torch.distributed's tables of groups, as a mirror of ours (``World.mirror``)."""
+    """torch.distributed's tables of groups, which mirror ours (``World.mirror``)."""
 
     @property
     def made(self) -> int:
-        """How many groups torch has counted: on every rank, also if this one is not a member."""
+        """The number of groups that torch has counted, also those without this rank."""
         return c10d._world.group_count
 
     @made.setter
@@ -123,7 +123,7 @@ class TorchWorld:
         c10d._world.group_count = made  # torch gives no group the number of one of ours
 
     def add(self, group: ProcessGroup) -> None:
-        """Enter a group in the tables, as c10d enters one that ``new_group`` made."""
+        """Enter a group in the tables, as c10d's ``new_group`` does."""
         world, name = c10d._world, group.group_name
         tag = f"ptd:{name}"
         world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LATE_STORE))
@@ -153,13 +153,13 @@ class TorchWorld:
         bindings._unregister_process_group(GroupName(group.group_name))
 
     def clear(self) -> None:
-        """End torch's world, with the groups that it made itself."""
+        """End torch's world, including groups that it made itself."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def show(group: ProcessGroup) -> None:
-    """Make our world torch's too, by its first group; a torch.distributed that is initialised is left as it is."""
+    """Make our world torch's too, by its first group, unless torch.distributed is initialized."""
     if not dist.is_initialized():
         mirror = TorchWorld()
         mirror.add(group)
@@ -167,7 +167,7 @@ def show(group: ProcessGroup) -> None:
 
 
 def join() -> None:
-    """Follow torch's world, which itself enters its default group in its tables."""
+    """Follow torch's world, which enters its default group in the tables itself."""
     WORLD.mirror = TorchWorld()
 
 

@@ -1,4 +1,4 @@
-"""Single names that torch keeps private, each behind a function that says what it does.
+"""Private names of torch, each behind a function that describes its use.
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked
@@ -34,11 +34,11 @@ from hpcdist.torch_bridge.features import has
 
 
 def named(name: str) -> Any:
-    """Return what ``torch.distributed`` has under a name of its own, or None if this torch has it no more."""
+    """Return a private object of ``torch.distributed``, or None if this torch does not have it."""
     return getattr(dist, name, None)
 
 
-# what beside c10d's functions takes a group, and so one of ours: DDP's pieces, collectives over a store
+# classes and functions that take a group, and so one of ours: DDP's pieces, collectives over a store
 BuiltinCommHookType = named("BuiltinCommHookType")
 CoalescingManager = named("_CoalescingManager")  # the Works of calls that are issued together
 GradBucket = named("GradBucket")
@@ -55,7 +55,7 @@ UNDERSCORED = {name: named(name) for name in (
 
 
 def backend_options(given: Bootstrap) -> Any:
-    """Return a group's bootstrap as c10d hands it to the creator of a backend."""
+    """Return a group's bootstrap in c10d's form for the creator of a backend."""
     assert given.store is not None
     options: Any = c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
     options.store, options.group_rank, options.group_size = given.store, given.rank, given.size
@@ -72,29 +72,29 @@ def sender(work: Any) -> int:
 
 
 def gloo_at(host: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return torch's gloo on the network interface that has the address ``host``."""
+    """Return torch's gloo on the network interface with the address ``host``."""
     options = ProcessGroupGloo._Options()
     options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
     return ProcessGroupGloo(store, rank, size, options)
 
 
 def fake_group() -> Any:
-    """Return a group of torch's with the ranks of its default group that sends nothing; every rank calls this."""
+    """Return torch's "fake" group, which sends nothing, with the default group's ranks; every rank calls this."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     return dist.new_group(backend="fake")
 
 
 THREADS_GROUP = "a current group in each thread"
-CURRENT = threading.local()  # the current ``group`` of this thread, in a torch that keeps none
+CURRENT = threading.local()  # the current ``group`` of this thread, for a torch without one
 
 
 def current_group() -> Any:
-    """Return the group that torch's code in this thread takes for the current one, or None."""
+    """Return the current group of torch's code in this thread, or None."""
     return bindings._current_process_group() if has(THREADS_GROUP) else getattr(CURRENT, "group", None)
 
 
 def set_current_group(group: Any) -> None:
-    """Set the group that torch's code in this thread takes for the current one."""
+    """Set the current group of torch's code in this thread."""
     if has(THREADS_GROUP):
         bindings._set_process_group(group)
     else:
@@ -107,6 +107,6 @@ def occupy_gpu(cycles: int) -> None:
 
 
 def storage_of(descriptor: int, nbytes: int) -> torch.UntypedStorage:
-    """Map a file as a storage that ``torch.multiprocessing`` hands on uncopied; it has a descriptor of its own."""
+    """Map a file as a storage that ``torch.multiprocessing`` shares without a copy, with its own descriptor."""
     made: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
     return made

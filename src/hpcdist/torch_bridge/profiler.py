@@ -29,8 +29,8 @@ from hpcdist.core import hooks
 from hpcdist.torch_bridge.features import has
 
 autograd: Any = torch.autograd
-ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # begins its thread when a call is profiled
-NAMING = threading.local()  # the ``name`` that ``record_comm`` has set in this thread, in a torch that keeps none
+ENDER = ThreadPoolExecutor(1, "hpcdist-profiler")  # starts its thread at the first profiled call
+NAMING = threading.local()  # the ``name`` that ``record_comm`` has set in this thread, for a torch without it
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def record_comm(name: str) -> Iterator[None]:
 
 
 def comm_name() -> str:
-    """Return the name that ``record_comm`` has set in this thread, or an empty one."""
+    """Return the name that ``record_comm`` has set in this thread, or an empty text."""
     return getattr(NAMING, "name", "")
 
 
@@ -53,10 +53,10 @@ if has("`record_comm`"):
 
 
 class AsynchronousEvent:
-    """A profiler's event that ends on another thread than it began on, by which torch tells an asynchronous one.
+    """A profiler's event that ends on another thread than its begin, which makes it asynchronous for torch.
 
-    c10d's own are so, for synchronous calls too. The profiler takes note of an end on a thread that it does not watch
-    only if a future brings it there.
+    c10d's own are so, for synchronous calls too. On a thread that it does not profile, the profiler records an end only
+    if it runs in the callback of a future.
     """
 
     def __init__(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class AsynchronousEvent:
         torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, self._end)
 
     def __exit__(self, *_: object) -> None:
-        """End it, on this thread or, if it began here, on one of its own."""
+        """End it, on this thread or, if it began here, on another one."""
         if get_ident() == self._thread:
             ENDER.submit(self._end.set_result, None).result()
         else:
@@ -82,6 +82,6 @@ def record(
     return AsynchronousEvent(comm_name() or name, inputs)
 
 
-# whether a profiler runs, by torch's note in Python: to ask C++ costs 4 µs if the caches are cold
+# whether a profiler runs, by torch's variable in Python: a question to C++ costs 4 µs if the caches are cold
 hooks.is_profiled = partial(getattr, profiler, "_is_profiler_enabled")
 hooks.record = record

@@ -1,4 +1,4 @@
-"""Registration of the backend "hpcdist" with ``torch.distributed``, and what of torch's must know its groups for that.
+"""Registration of the backend "hpcdist" with ``torch.distributed``, and the diversion of unmodified scripts.
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked
@@ -34,17 +34,17 @@ from hpcdist.launch.rendezvous import query
 from hpcdist.torch_bridge import replaced
 from hpcdist.torch_bridge.mirror import NAME, STOCK, fresh_store
 
-# "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would choose it all the same
+# "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would still choose it
 DEVICES = [
     "cpu",
     *(["cuda"] if torch.backends.cuda.is_built() else []),
     *(["xpu"] if getattr(torch.version, "xpu", None) else []),
 ]
-DIVERTED = frozenset({"gloo", "undefined"})  # what is ours under `hpcdist run`
+DIVERTED = frozenset({"gloo", "undefined"})  # names that mean our groups under `hpcdist run`
 CARRIED = DIVERTED | {"mpi", NAME}
-AT_START: list[environment.Launch | None] = []  # how ``hpcdist run`` was started; a script may set variables later
-ASKED: list[str] = []  # the backend string for which torch makes a group now
-BEGIN_BESIDE: list[Callable[..., None]] = []  # makes a world for groups beside torch's own default group
+AT_START: list[environment.Launch | None] = []  # the launch of ``hpcdist run``; a script may set variables later
+ASKED: list[str] = []  # the backend string of the group that torch makes now
+BEGIN_BESIDE: list[Callable[..., None]] = []  # makes our world in a job whose default group is torch's own
 
 rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["rendezvous"])
 
@@ -52,11 +52,11 @@ rendezvous_module: Any = __import__("torch.distributed.rendezvous", fromlist=["r
 def register(
     creator: Callable[[Any, Any], Any], begin_beside: Callable[..., None], end_beside: Callable[[], None]
 ) -> None:
-    """Make the backend "hpcdist" known to torch.distributed, and "env://" content without MASTER_ADDR under MPI.
+    """Register the backend "hpcdist" with torch.distributed, and let "env://" work without MASTER_ADDR under MPI.
 
-    ``creator`` makes a group of c10d's backend options and the caller's ``pg_options``; the two others begin and end a
-    world for groups beside torch's own default group (every rank calls, with the backend's name, that group, its store
-    and the timeout).
+    ``creator`` makes a group from c10d's backend options and the caller's ``pg_options``; the two others begin and end
+    our world in a job whose default group is torch's own (every rank calls, with the backend's name, that group, its
+    store and the timeout).
     """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, creator, extended_api=True, devices=DEVICES)
@@ -80,15 +80,15 @@ def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> I
 
 
 def limit_devices(carried: Container[str]) -> None:
-    """Have the name "hpcdist" stand for the devices of the default group: torch's libraries take a GPU if it has one.
+    """Limit the devices of the name "hpcdist" to the default group's: torch's libraries use a GPU if it has one.
 
-    A torch that is built for CUDA may run where there is no GPU.
+    A torch that is built for CUDA may run without a GPU.
     """
     dist.Backend.backend_capability[NAME] = [each for each in DEVICES if each in carried]
 
 
 def cpu_backend(asked: str) -> str:
-    """Return the backend that a string, be it a name or pairs, asks for the CPU; nothing if it asks for none."""
+    """Return the CPU's backend in a string, a name or pairs; empty if there is none."""
     if ":" not in asked:
         return asked
     pairs = [pair.strip().partition(":") for pair in asked.split(",")]
@@ -97,7 +97,7 @@ def cpu_backend(asked: str) -> str:
 
 @cache
 def warn_of_absent(asked: str) -> None:
-    """Warn that this machine has no GPU for a part of what was asked for."""
+    """Warn that this machine has no GPU for a part of the requested backends."""
     warnings.warn(
         explained(
             f"backend {asked!r}: this process has no CUDA device, so its group carries CPU tensors only", "no-cuda"
@@ -107,9 +107,9 @@ def warn_of_absent(asked: str) -> None:
 
 
 def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a group as torch's ``_new_process_group_helper`` does; those that ask for MPI are ours.
+    """Make a group as torch's ``_new_process_group_helper`` does; groups for MPI are ours.
 
-    ``get_backend`` and ``get_backend_config`` go on to say what the script asked for.
+    ``get_backend`` and ``get_backend_config`` still return the script's own backend.
     """
     asked = str(backend)
     name = cpu_backend(asked)
@@ -122,12 +122,12 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
         BEGIN_BESIDE[-1](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.launched()
-        if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its other processes itself
+        if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its processes itself
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
             decision.check_mpi(launch, size)
         limit_devices(DEVICES)
-        if size < 0:  # c10d asks nobody for its own MPI, nor for a store
+        if size < 0:  # for "mpi" c10d would use its own MPI, without a store
             rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
             args = (fresh_store(), *args[1:])
     if "cuda:" in asked and not torch.cuda.is_available():
@@ -144,15 +144,15 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
 
 
 def number(given: int, variable: str) -> int | None:
-    """Return a rank or size as the caller gives it, or else as the environment does."""
+    """Return a rank or size from the caller, or else from the environment."""
     return given if given != -1 else environment.integer(os.environ, variable)
 
 
 def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-    """Find the other processes of an unmodified script: over MPI if its launcher starts it, else as torch does.
+    """Connect the processes of an unmodified script: over MPI if its launcher starts it, else as torch does.
 
-    A script that starts its processes itself, and says how many there are, is left to torch. ValueError if the caller's
-    rank or size is not the launcher's.
+    A script that starts its processes itself, and gives their number, is left to torch. ValueError if the caller's rank
+    or size differs from the launcher's.
     """
     launch = decision.launched()
     rank, world_size = query(urlparse(str(url)), rank, world_size)

@@ -1,6 +1,6 @@
 """Functions of torch that are replaced when hpcdist is imported, each with its reason.
 
-What takes a function's place is given torch's own first, and calls it for all that is not ours.
+A replacement gets torch's own function as its first argument, and calls it for groups that are not ours.
 
 ====================================================  ==================================================  ==============
 what                                                  why                                                 checked
@@ -25,8 +25,8 @@ _register_builtin_comm_hook``                         C++ only, and fails on wha
 ``_mesh_layout._MeshLayout``                          for all its groups
 ====================================================  ==================================================  ==============
 
-Others are replaced beside what they need: ``_new_process_group_helper`` (``registration``; a program that has not
-imported hpcdist: ``hpcdist.autoload``), ``start_debug_server`` (``hpcdist.c10d.debug_server``), and under
+Others are replaced in the modules that need it: ``_new_process_group_helper`` (``registration``; in a program that has
+not imported hpcdist ``hpcdist.autoload``), ``start_debug_server`` (``hpcdist.c10d.debug_server``), and under
 ``hpcdist run`` ``rendezvous`` and ``is_mpi_available`` (``registration``).
 """
 
@@ -50,11 +50,11 @@ from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
 
 Function = Callable[..., Any]
-AFTER_ABORT: list[Callable[[], None]] = []  # ends the world of groups beside torch's own default group
+AFTER_ABORT: list[Callable[[], None]] = []  # ends our world in a job whose default group is torch's own
 
 
 def replace(name: str, function: Function, *owners: Any) -> None:
-    """Put a function in the place of torch's in the modules that have it, if this torch does; it is given torch's."""
+    """Replace torch's function in the modules that have it, if this torch does; the replacement gets torch's."""
     if (stock := getattr(owners[0], name, None)) is None:
         return
 
@@ -71,7 +71,7 @@ def member_group(group: Any) -> Any:
 
 
 def batch_isend_irecv(stock: Function, p2p_op_list: Any) -> Any:
-    """Launch the messages on a group of ours together."""
+    """Launch messages together if the group is ours."""
     group = member_group(getattr(p2p_op_list[0], "group", None)) if p2p_op_list else None
     with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
         return stock(p2p_op_list)
@@ -94,16 +94,16 @@ def set_timeout(stock: Function, timeout: Any, group: Any = None) -> None:
 
 
 def attach_recorder(stock: Function, pg: Any, *args: Any) -> None:
-    """Attach no flight recorder to groups of ours, which torch cannot: ``watch`` records them."""
+    """Skip groups of ours, for which torch's recorder would raise: ``watch`` records them."""
     if not isinstance(pg, ProcessGroup):
         stock(pg, *args)
 
 
 def local_name(stock: Function, ranks: Any, use_hashed_name: bool) -> Any:
-    """Name a group that only its members make after its ranks, while its world is ours.
+    """Name a group that only its members make by its ranks, while its world is ours.
 
-    Its own name has the number of groups that the process has made, or has, in it, and torch 2.14 counts this one for
-    the names of groups that all make too: on members that are in different numbers of groups the names differ.
+    torch's name contains the process's number of groups, and torch 2.14 counts this one for the names of groups that
+    all make too: on members that are in different numbers of groups the names would differ.
     """
     default: Any = c10d._world.default_pg
     is_ours = use_hashed_name and isinstance(default, ProcessGroup)
@@ -111,17 +111,17 @@ def local_name(stock: Function, ranks: Any, use_hashed_name: bool) -> Any:
 
 
 def split_source(stock: Function, pg: Any) -> Any:
-    """Hand C++ no backend of a default group of ours, bound to a GPU, to split new groups from.
+    """Give C++ no backend of a default group of ours, bound to a GPU, from which it would split new groups.
 
-    C++ takes only its own, and groups of ours are made by their members.
+    C++ can split only its own backends, and only the members make our groups.
     """
     return None if isinstance(pg, ProcessGroup) else stock(pg)
 
 
 def update_default(stock: Function, pg: Any) -> None:
-    """Forget a world of ours that torch has aborted and forgotten: its groups know only that each of them was aborted.
+    """Remove a world of ours that torch has aborted and removed: its groups know only that each of them was aborted.
 
-    torch's destroy ends the default group by ``shutdown``, which forgets it.
+    torch's destroy ends the default group by ``shutdown``, which removes it.
     """
     stock(pg)
     default = WORLD.default
@@ -133,7 +133,7 @@ def update_default(stock: Function, pg: Any) -> None:
 
 
 def destroy(stock: Function, group: Any = None) -> None:
-    """End and forget the other groups too if one of ours raises at its end, as hpcdist's own function does."""
+    """End and remove the other groups too if one of ours raises at its end, as hpcdist's own function does."""
     before = live()
     try:
         stock(group)
@@ -150,9 +150,9 @@ def live() -> int:
 
 
 def allow_in_flight(stock: Function, value: bool = True) -> None:
-    """Refuse to let a compiled graph wait for calls of ours that were begun outside: it would take what is not there.
+    """Refuse a compiled graph that waits for calls of ours begun outside: it would not find them.
 
-    C++ registers the Works of its own groups for ``wait_tensor``, and forgets those that are waited for otherwise.
+    C++ registers the Works of its own groups for ``wait_tensor``, and removes those with another wait.
     """
     if value and isinstance(member_group(None), ProcessGroup):
         raise RuntimeError(
@@ -163,7 +163,7 @@ def allow_in_flight(stock: Function, value: bool = True) -> None:
 
 
 def hold_work(stock: Function, *args: Any, **named: Any) -> Any:
-    """Hand C++ a Work of ours with its C++ half."""
+    """Pass C++ a Work of ours with its C++ half."""
     for each in (*args, *named.values()):
         if isinstance(each, Work):
             each._for_cpp()
@@ -182,7 +182,7 @@ def register_hook(stock: Function, model: DistributedDataParallel, kind: Any) ->
 
 
 def replace_all() -> None:
-    """Replace what this torch needs; called once a process."""
+    """Replace the functions that this torch has; called once in a process."""
     if has("`batch_isend_irecv` only for its own class"):
         replace("batch_isend_irecv", batch_isend_irecv, c10d, dist)
     if has("`monitored_barrier` only for gloo"):

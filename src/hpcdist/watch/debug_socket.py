@@ -1,8 +1,8 @@
-"""Debug socket: by which ``python -m hpcdist debug`` finds a rank; without torch.
+"""Debug socket, by which ``python -m hpcdist debug`` finds a rank; without torch.
 
-It is a socket of the machine's kernel with the process's id in its name, which leaves no file behind. Each side asks
-the kernel whose the other one is, and talks to the same user (or root) only. The client is sent where the
-rank's watchdog listens and its key; everything else is asked for there, over the ``channel``.
+It is an abstract socket with the process's id in its name, which leaves no file behind. Each side asks the kernel for
+the other's user, and accepts only the same user (or root). The client gets the address of the rank's watchdog and its
+key; all other questions go there, over the ``channel``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import NamedTuple
 from hpcdist.watch.endpoint import Endpoint
 
 PREFIX = "hpcdist-"
-SLURM_JOB = "SLURM_JOB_ID"  # by which a job is found inside its allocation
+SLURM_JOB = "SLURM_JOB_ID"  # identifies a job inside its allocation
 SECRET_VARIABLE = "HPCDIST_DEBUG_SECRET"
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 TIME = struct.Struct("@ll")  # C's struct timeval: seconds, microseconds
-CLIENT_SECONDS = 2.0  # how long a rank may take to send where it is found
+CLIENT_SECONDS = 2.0  # seconds that a rank may take to answer
 LARGEST = 1 << 16  # bytes that it may send
 
 
 class JobRank(NamedTuple):
-    """What a rank sends to who finds it."""
+    """The answer of a rank to a client."""
 
     endpoint: Endpoint
     rank: int
@@ -43,11 +43,11 @@ def is_same_user(connection: socket.socket) -> bool:
 
 
 class DebugSocket:
-    """The socket by which processes of the same user on this machine find a rank."""
+    """The socket at which processes of the same user on this machine find a rank."""
 
     def __init__(self) -> None:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sockets = [made]  # one; none on a system without such names, where a job is found by its address only
+        self.sockets = [made]  # none without abstract sockets: then a job is found by its address only
         try:
             made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}")
             made.listen(8)
@@ -60,7 +60,7 @@ class DebugSocket:
             each.close()
 
     def answer(self, answer: JobRank) -> None:
-        """Answer a process of this user that has connected; turn others away."""
+        """Answer a process of this user that has connected; refuse others."""
         with suppress(OSError):
             client, _ = self.sockets[0].accept()
             with client:
@@ -70,18 +70,18 @@ class DebugSocket:
 
 
 def ranks_on_this_machine() -> list[JobRank]:
-    """Return what the ranks of this user on this machine send at their sockets."""
+    """Return the answers of this user's ranks on this machine."""
     own, found = f"@{PREFIX}{os.getuid()}-", list[JobRank]()
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text(errors="replace").split("\n") if own in line}
     for name in sorted(names):
-        # what it sends may be of another version
+        # its answer may be of another version
         nothing = suppress(OSError, ValueError, TypeError, RecursionError)
         with nothing, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            # not by settimeout, which fails at once while others wait to be answered
+            # not settimeout, which fails at once while others wait for an answer
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIME.pack(int(CLIENT_SECONDS), 0))
             client.connect("\0" + name[1:])
             client.settimeout(CLIENT_SECONDS)
-            if not is_same_user(client):  # another user may listen under any name
+            if not is_same_user(client):  # another user may listen at any name
                 continue
             text = b""
             while len(text) < LARGEST and (part := client.recv(LARGEST)):

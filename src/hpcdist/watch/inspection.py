@@ -1,4 +1,4 @@
-"""Inspection of a running job: what a rank answers ``python -m hpcdist debug``, which finds it by its debug socket."""
+"""Inspection of a running job: a rank's answers to ``python -m hpcdist debug``, which finds it by its debug socket."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcdist.watch import calls_under_way, timing
 from hpcdist.watch.endpoint import Endpoint
 from hpcdist.watch.timing import TimedCall
 
-LEASE_SECONDS = 10.0  # how long calls are timed after the last question
+LEASE_SECONDS = 10.0  # seconds for which calls are timed after the last question
 FRAMES, ROWS, ENDPOINTS = 25, 20, 80  # as many as fit into a datagram
 
 
 class Inspection:
-    """What this rank answers about itself, and the times of its calls, which are taken while somebody asks."""
+    """The answers of this rank, with the times of its calls, which are taken while there are questions."""
 
     def __init__(self) -> None:
         # by name, line and whether it was asynchronous: calls, bytes, nanoseconds, and those of the longest one
@@ -27,14 +27,14 @@ class Inspection:
         self._until = 0.0
 
     def answer(self, endpoints: Mapping[int, Endpoint], first: int) -> dict[str, Any]:
-        """Return what is asked for, and a part of the endpoints from the ``first`` on; none from a negative number."""
+        """Return the requested answer, and some of the endpoints from the ``first`` on; none if that is negative."""
         now = time.monotonic()
         if self._until == 0.0:
             timing.listen(self._tally)
         self._until = now + LEASE_SECONDS
         blocked = [each.thread for each in calls_under_way.under_way() if not each.in_background]
-        tallies = list(self._tallies.items())  # the program's threads add others meanwhile
-        longest = sorted(tallies, key=lambda each: -each[1][2])[:ROWS]  # by line: those that took most time
+        tallies = list(self._tallies.items())  # the program's threads may add others meanwhile
+        longest = sorted(tallies, key=lambda each: -each[1][2])[:ROWS]  # the lines with the most time
         part = sorted(endpoints)[first : first + ENDPOINTS] if first >= 0 else []
         return {
             "stack": [
@@ -48,7 +48,7 @@ class Inspection:
         }
 
     def look(self, now: float) -> None:
-        """Stop to take times when nobody has asked for a while; the watchdog calls this now and then."""
+        """Stop the timing after a while without questions; the watchdog calls this periodically."""
         if self._until and now > self._until:
             timing.leave(self._tally)
             self._until = 0.0
@@ -73,5 +73,5 @@ def described(group: Group) -> dict[str, Any]:
 
 
 def program() -> str:
-    name, *arguments = getattr(sys, "argv", None) or [""]  # a program that embeds Python may have none
+    name, *arguments = getattr(sys, "argv", None) or [""]  # a program that embeds Python may lack it
     return " ".join([os.path.basename(name), *arguments])[:80]

@@ -2,7 +2,7 @@
 
 The environment variable ``HPCDIST_LOG=debug`` (or info, warning, error) gives it
 a handler of its own on stderr. A record may name its group with ``extra={"group": ...}``. At ``debug`` each call is
-logged as it begins, with its number and what it carries, and each group as it is made and destroyed.
+logged when it begins, with its number, shape and dtype, and each group when it is made and destroyed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ORIGIN = Origin()
 
 
 def set_up() -> None:
-    """Give the logger a handler if the environment asks for one; at ``debug`` it logs each call."""
+    """Give the logger a handler if the environment variable is set; at ``debug`` it logs each call."""
     wanted = os.environ.get(VARIABLE, "").lower()
     if not wanted or any(ORIGIN in handler.filters for handler in LOG.handlers):
         return

@@ -1,25 +1,25 @@
-"""Signals that come while the main thread is inside MPI.
+"""Signals that arrive while the main thread is inside MPI.
 
 Python runs a handler only once the blocked call returns. The C part of its handling is immediate, though, and
 writes the signal's number to a descriptor (``signal.set_wakeup_fd``) that the watchdog thread waits on.
 
-SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A program that never asks
-``stop_requested`` ends by SIGTERM as it always did, after the trace. A handler that the program has installed
-stays in its place, and so does one that only C knows (``faulthandler.register``), until the program asks
-``stop_requested``, which would not be told of the signal. An ignored SIGUSR1 is taken over, because job scripts start
-their ranks with it ignored: as long as nothing handles it, it would end them.
+SIGUSR1 and SIGTERM write a trace and are remembered for ``stop_requested``. A program that never calls
+``stop_requested`` ends by SIGTERM as usual, after the trace. A handler that the program has installed stays in
+place, and so does one in C (``faulthandler.register``), until the program calls ``stop_requested``, which would
+not learn of the signal. An ignored SIGUSR1 gets our handler too, because job scripts start their ranks with it ignored:
+without a handler it would end them.
 
-SIGINT (Ctrl-C) raises KeyboardInterrupt as ever. If the call that it found the main thread in has not ended 1 s later,
-the watchdog ends it, as one that is overdue: the program then gets its KeyboardInterrupt, or the job is aborted.
-The program may have caught its KeyboardInterrupt, and be in the next call, before the watchdog looks. So a handler of
-ours takes the place of Python's, as ``signal.default_int_handler`` too, and writes to the descriptor that it has run.
+SIGINT (Ctrl-C) raises KeyboardInterrupt as usual. If the main thread is still in the interrupted call 1 s later, the
+watchdog ends that call, as an overdue one: the program then gets its KeyboardInterrupt, or the job is aborted. The
+program may have caught its KeyboardInterrupt, and be in the next call, before the watchdog looks. So a handler of ours
+replaces Python's, also as ``signal.default_int_handler``, and writes to the descriptor that it has run.
 
-Python has one such descriptor, and asyncio, for one, sets its own with its first handler and none after its last: the
-watchdog would see no signal any more, and SIGTERM would do nothing. So ours stays set, ``signal.set_wakeup_fd``
-only notes which one the program wants, and the watchdog writes there what comes.
+Python has only one such descriptor, and asyncio, for example, sets its own with its first handler and none after its
+last: the watchdog would see no signal any more, and SIGTERM would do nothing. So ours stays set,
+``signal.set_wakeup_fd`` only stores the program's, and the watchdog forwards signals to that.
 
-A forked child (``multiprocessing``, a DataLoader's worker) has no watchdog: there all is as it was before, so that a
-pool can end its workers by SIGTERM, and theirs is not taken for this process's.
+In a forked child (``multiprocessing``, a DataLoader's worker), which has no watchdog, all of this is undone, so that a
+pool can end its workers by SIGTERM, and their signals do not count as this process's.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-# what is watched, and which ways of dealing with it our handler replaces
+# the signals, and the handlers that ours replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
 
-HANDLED = 0  # in place of a signal's number: Python has raised KeyboardInterrupt for each SIGINT before
+HANDLED = 0  # in place of a signal's number: Python has raised KeyboardInterrupt for all earlier SIGINTs
 
 set_wakeup_fd = signal.set_wakeup_fd  # Python's own
 default_int_handler = signal.default_int_handler
 
 
 class Signals:
-    """The signals that have come to this process."""
+    """The signals that this process has received."""
 
     def __init__(self) -> None:
         self.reader, self.writer = socket.socketpair()
         for end in (self.reader, self.writer):
             end.setblocking(False)
         self.received: set[int] = set()
-        self.is_asked = False  # whether the program asks for them itself, by stop_requested
-        # the descriptor that the program wants signals to be written to, and whether Python warns if it takes no more
+        self.is_asked = False  # whether the program uses stop_requested
+        # the program's descriptor for signals, and whether Python warns if it is full
         self._theirs = (-1, True)
-        self._replaced: dict[int, Any] = {}  # what our handler stands in the place of
-        self._left: list[signal.Signals] = []  # the signals that were left to a handler of C's
+        self._replaced: dict[int, Any] = {}  # the handlers that ours replaces
+        self._left: list[signal.Signals] = []  # the signals of handlers in C
         self._is_installed = False
-        self._raises = self._raise  # one object, which programs compare
+        self._raises = self._raise  # one object, because programs compare it
 
     def install(self) -> None:
-        """Begin to watch; only the main thread may (``signal.set_wakeup_fd``), elsewhere this does nothing."""
+        """Install the handlers; only on the main thread (``signal.set_wakeup_fd``), elsewhere do nothing."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
         self._theirs = (self._hold(), True)
@@ -78,18 +78,18 @@ class Signals:
                 self._replaced[number] = signal.signal(number, self._note)
 
     def ask(self) -> None:
-        """Note that the program asks for signals itself, on whatever thread."""
+        """Record that the program uses ``stop_requested``, on any thread."""
         self.is_asked = True
         if self._left and threading.current_thread() is threading.main_thread():
             self._handle(self._left)
             self._left = []
 
     def _hold(self) -> int:
-        """Have signals written to our descriptor, and return the one until now."""
+        """Let signals be written to our descriptor, and return the previous one."""
         return set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
 
     def _want(self, fd: int, /, *, warn_on_full_buffer: bool = True) -> int:
-        """Note which descriptor the program wants, and return the one until now: ``signal.set_wakeup_fd`` to it."""
+        """Store the program's descriptor, and return the previous one: ``signal.set_wakeup_fd`` for the program."""
         before, _ = self._theirs
         set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # which checks it
         self._hold()
@@ -97,7 +97,7 @@ class Signals:
         return before
 
     def remove(self) -> None:
-        """Undo ``install``, in a forked child, and close what is its parent's."""
+        """Undo ``install``, in a forked child, and close the parent's descriptors."""
         if self._is_installed:
             if signal.set_wakeup_fd == self._want:
                 signal.set_wakeup_fd = set_wakeup_fd
@@ -120,7 +120,7 @@ class Signals:
         """Handle a signal, once the main thread runs Python."""
         self.received.add(number)
         before = self._hold()
-        if before != self.writer.fileno():  # set past ``_want``, by who had imported Python's own function before
+        if before != self.writer.fileno():  # set by Python's own function, which was imported before
             self._theirs = (before, True)
             with suppress(OSError):
                 self.writer.send(bytes([number]))
@@ -132,7 +132,7 @@ class Signals:
         default_int_handler(number, frame)
 
     def arrived(self) -> list[int]:
-        """Return the watched signals that came since the last look, and HANDLED, in the order in which each came last.
+        """Return the watched signals since the last call, and HANDLED, in the order of their last arrivals.
 
         For the watchdog thread.
         """
@@ -141,32 +141,32 @@ class Signals:
         except OSError:
             return []
         numbers = [number for number in dict.fromkeys(data[::-1]) if number in WATCHED or number == HANDLED][::-1]
-        # before the program's handler, which may ask at once whether it is to stop
+        # before the program's handler, which may call ``stop_requested`` at once
         self.received.update(number for number in numbers if number not in (signal.SIGINT, HANDLED))
         (theirs, _), forwarded = self._theirs, data.replace(bytes([HANDLED]), b"")
         if forwarded and theirs >= 0:
-            with suppress(OSError):  # it was closed, or takes no more
+            with suppress(OSError):  # it was closed, or is full
                 os.write(theirs, forwarded)
         return numbers
 
     def ends_process(self, number: int) -> bool:
-        """Tell whether a signal is to end the process now."""
+        """Tell whether a signal must end the process now."""
         return number == signal.SIGTERM and not self.is_asked and signal.getsignal(number) == self._note
 
 
 def is_pythons(handler: Any) -> bool:
-    """Tell whether a handler of SIGINT is Python's own: it raises KeyboardInterrupt, or is that of ``asyncio.run``.
+    """Tell whether a handler of SIGINT is Python's own: it raises KeyboardInterrupt, or is ``asyncio.run``'s.
 
-    That one (from Python 3.11 on) cancels the task, and raises KeyboardInterrupt once the loop has ended.
+    The latter (from Python 3.11 on) cancels the task, and raises KeyboardInterrupt after the loop has ended.
     """
     is_asyncios = getattr(getattr(handler, "func", None), "__module__", None) == "asyncio.runners"
     return handler in (signal.default_int_handler, default_int_handler) or is_asyncios
 
 
 def is_handled_in_c(number: int) -> bool:
-    """Tell whether C code has set a handler that Python does not know, as ``faulthandler.register`` does.
+    """Tell whether C code has set a handler that Python does not know, such as ``faulthandler.register``.
 
-    That of MPI, such as MPICH's for SIGUSR1 with the device ch3, counts as none.
+    MPI's own, such as MPICH's for SIGUSR1 with the device ch3, does not count.
     """
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False
@@ -181,7 +181,7 @@ def is_handled_in_c(number: int) -> bool:
 
 
 def end_by(number: int) -> None:
-    """End the process by a signal as if it had never been caught, from any thread."""
+    """End the process by a signal as if it had no handler, from any thread."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     libc.signal(number, None)  # SIG_DFL; Python's own signal.signal is for the main thread only

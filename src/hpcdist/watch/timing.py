@@ -1,7 +1,7 @@
-"""Times of calls: when each begins and ends on this rank, for as long as somebody listens.
+"""Times of calls: the begin and end of each on this rank, while there are listeners.
 
-Without a listener a call pays nothing. With one, calls take the way that they take under torch.profiler, which is the
-same to the libraries below, and costs some microseconds.
+Without a listener a call has no cost. With one, calls go the same way as under torch.profiler, with the same calls of
+the libraries below, which costs some microseconds.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class TimedCall(NamedTuple):
     name: str
     group: str  # its name
     number: int  # counts the group's collectives, or this rank's messages on the group
-    peer: int | None  # a message's other rank or the root, as a rank of the group; None for other calls, and for anyone
-    nbytes: int  # of the tensor sent, or received where none is; 0 for objects, whose size is not looked at
+    peer: int | None  # a message's other rank or the root, in the group; None for other calls, and for any source
+    nbytes: int  # of the tensor sent, or received if none is sent; 0 for objects
     where: str  # the line of the user's code, as ``file.py:88 (function)``
     begin: int  # nanoseconds on this host's clock (``time.perf_counter_ns``)
     end: int
     kind: str  # COLLECTIVE, MESSAGE, or WAIT for an asynchronous call of this name and number
-    is_async: bool  # whether it went on after it had returned to the caller
+    is_async: bool  # whether it was asynchronous
     thread: int
 
     @property
     def title(self) -> str:
-        """What tables and traces call it."""
+        """Its name in tables and traces."""
         return f"wait({self.name})" if self.kind == WAIT else self.name
 
 
@@ -54,8 +54,8 @@ Listener = Callable[[TimedCall], None]
 LISTENERS: list[Listener] = []
 GUARD = threading.Lock()
 plain_wait = Work.wait
-BEFORE: dict[str, Any] = {}  # the hooks that are set while nobody listens
-RANGES: list[Callable[[str, bool], Callable[[], Any] | None]] = []  # each opens a range and returns what closes it
+BEFORE: dict[str, Any] = {}  # the hooks without listeners
+RANGES: list[Callable[[str, bool], Callable[[], Any] | None]] = []  # each opens a range and returns its end
 
 
 class TimedEvent:
@@ -84,7 +84,7 @@ class TimedEvent:
 
 
 def under_way(since: int, until: int) -> list[TimedCall]:
-    """Return the calls that began at some moment or later and have not ended, as if they ended at another one."""
+    """Return the calls that began since ``since`` and have not ended, with ``until`` as their end."""
     calls = [event.timed._replace(end=until) for event in list(UNDER_WAY)]
     return [call for call in calls if call.begin >= since]
 
@@ -95,7 +95,7 @@ def tell(call: TimedCall) -> None:
 
 
 def timed_wait(self: Work, timeout: timedelta = NO_TIMEOUT) -> bool:
-    """Wait as ``Work.wait`` does, in whose place this stands while somebody listens; on a device nobody waits."""
+    """Replacement of ``Work.wait`` while there are listeners; a wait for a device does not block, and is not timed."""
     if self._done or self._call is None:
         return plain_wait(self, timeout)
     begin = time.perf_counter_ns()
@@ -113,7 +113,7 @@ UNDER_WAY: WeakSet[TimedEvent] = WeakSet()
 def record(
     name: str | None, inputs: Sequence[torch.Tensor], call: tuple[Any, ...] | None, is_async: bool
 ) -> Event | None:
-    """Begin a call's event, and torch.profiler's where that runs too."""
+    """Begin a call's event, and torch.profiler's if that runs too."""
     inner: Event | None = BEFORE["record"](name, inputs, call, is_async) if BEFORE["is_profiled"]() else None
     if call is None:
         return inner
@@ -121,11 +121,11 @@ def record(
 
 
 def listen(listener: Listener) -> None:
-    """Give each call that ends from now on to a listener, which any thread may call."""
+    """Call a listener for each call that ends from now on, from any thread."""
     with GUARD:
         if not BEFORE:
             BEFORE.update(is_profiled=hooks.is_profiled, record=hooks.record)
-            hooks.record = record  # for good: a call may have asked whether it is profiled, and not begun its event
+            hooks.record = record  # stays set: a call may have checked whether it is profiled, and not begun its event
             RANGES[:] = [each for each in (nvtx(), score_p()) if each is not None]
         LISTENERS.append(listener)
         hooks.is_profiled, Work.wait = (lambda: True), timed_wait  # type: ignore[method-assign]
@@ -139,14 +139,14 @@ def leave(listener: Listener) -> None:
 
 
 def nvtx() -> Callable[[str, bool], Callable[[], Any] | None] | None:
-    """Return what opens a range of NVTX: torch's where it has CUDA, else the package ``nvtx``'s, if it is installed."""
+    """Return a function that opens a range of NVTX: torch's with CUDA, else the package ``nvtx``'s; None without."""
     if torch.version.cuda is not None:
         start, end = torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end
     else:
         try:
             package = importlib.import_module("nvtx")
             start, end = package.start_range, package.end_range
-        except (ImportError, AttributeError):  # not there, or something else of that name
+        except (ImportError, AttributeError):  # missing, or another package of that name
             return None
 
     def open_range(name: str, is_async: bool) -> Callable[[], Any]:
@@ -157,7 +157,7 @@ def nvtx() -> Callable[[str, bool], Callable[[], Any] | None] | None:
 
 
 def score_p() -> Callable[[str, bool], Callable[[], Any] | None] | None:
-    """Return what opens a region of Score-P if the program runs under it; regions nest, so async calls have none."""
+    """Return a function that opens a region of Score-P, None without it; regions nest, so async calls have none."""
     user = sys.modules.get("scorep.user")
     if user is None and "scorep" in sys.modules:
         user = importlib.import_module("scorep.user")
@@ -167,7 +167,7 @@ def score_p() -> Callable[[str, bool], Callable[[], Any] | None] | None:
     def open_region(name: str, is_async: bool) -> Callable[[], Any] | None:
         if is_async:
             return None
-        region = f"hpcdist {name.partition(' ')[0]}"  # a region of each number would be one too many
+        region = f"hpcdist {name.partition(' ')[0]}"  # without the number: each would be a region of its own
         user.region_begin(region)
         return lambda: user.region_end(region)
 

@@ -20,9 +20,9 @@ from torch.distributed import DistStoreError
 from hpcdist_stores.integers import U32
 
 MAX_LENGTH = (1 << 32) - 1
-FIRST_KEY = b"refcount/"  # what every FileStore file begins with
+FIRST_KEY = b"refcount/"  # the beginning of every FileStore file
 FIRST_BYTES = U32.pack(len(FIRST_KEY)) + FIRST_KEY
-NOTE = b"-/\0"  # a deletion of a key that does not exist: torch skips it, we keep notes there
+NOTE = b"-/\0"  # a deletion of a key that does not exist: torch skips it, we store notes there
 LOCK_FIRST_PAUSE_S, LOCK_LAST_PAUSE_S = 0.0001, 0.005
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
@@ -44,13 +44,13 @@ class FileLog:
         self.data: dict[bytes, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self._inode = -1
-        self._offset = 0  # up to which the file has been read
+        self._offset = 0  # the position up to which the file has been read
         self._mine = threading.RLock()
 
     def state(self) -> tuple[int, int]:
         """Return inode and size, which change with every record, without a lock.
 
-        The file is opened for it: NFS asks its server at each open, and answers stat(2) from memory for up to 60 s.
+        It opens the file: NFS asks its server at each open, but answers stat(2) from its cache for up to 60 s.
         """
         try:
             with open(self.path, "rb") as file:
@@ -65,7 +65,7 @@ class FileLog:
         with self._mine:
             with self._locked(_READ_FLAGS, fcntl.LOCK_SH, deadline) as fd:
                 is_torn = self._load(fd)
-            if is_torn:  # cut it off, or torch's readers spin at it for ever
+            if is_torn:  # cut it off: torch's readers would read it again forever
                 with self.writing(deadline):
                     pass
             yield
@@ -116,11 +116,11 @@ class FileLog:
                 raise DistStoreError(
                     f"the store's file {self.path} is gone: all its users have left, or it was removed"
                 ) from None
-            except OSError as error:  # a full disk, or one that is only read
+            except OSError as error:  # a full disk, or a read-only one
                 raise DistStoreError(f"cannot open {self.path}: {error.strerror}") from error
             try:
                 fcntl.flock(fd, lock | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # another process has it
+            except (BlockingIOError, PermissionError):  # another process has the lock
                 pass
             except OSError as error:
                 raise DistStoreError(f"cannot lock {self.path}: {error.strerror}") from error
@@ -128,9 +128,9 @@ class FileLog:
                 if _is_at(fd, self.path):
                     yield fd
                     return
-                continue  # removed (and made again) before we had the lock
+                continue  # removed (and perhaps made again) before we had the lock
             finally:
-                os.close(fd)  # and with it the lock
+                os.close(fd)  # this also releases the lock
             if deadline is not None and time.monotonic() >= deadline:
                 waited = time.monotonic() - start
                 raise DistStoreError(
@@ -140,7 +140,7 @@ class FileLog:
             pause = min(pause * 2, LOCK_LAST_PAUSE_S)
 
     def _load(self, fd: int) -> bool:
-        """Read what is new; return whether the file ends in a torn record."""
+        """Read new records; return whether the file ends in a torn record."""
         status = os.fstat(fd)
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._forget()

@@ -24,7 +24,7 @@ class FileStore(DictStore):
 
     Args:
         file_name: The file; made if it is not there. All ranks must share its folder, and flock(2) must work there.
-        world_size: If 0 or more, the last user removes the file once so many have left; -1 leaves it.
+        world_size: If 0 or more, the last user removes the file once this number have left; -1 keeps it.
 
     Raises:
         DistStoreError: If the file is left from an earlier run, or is not a FileStore file.
@@ -84,7 +84,7 @@ class FileStore(DictStore):
         lock_deadline = None if deadline is None else max(deadline, start + 0.05)
         pause = FIRST_PAUSE_S
         while True:
-            seen = self._log.state()  # before reading, so that what is written meanwhile changes it
+            seen = self._log.state()  # before reading, so that writes in between change it
             with self._log.reading(lock_deadline):
                 missing = [name for name in names if name not in self._data]
                 if not missing:

@@ -1,10 +1,10 @@
 """Users of a FileStore's file: counts them in and out, and finds a file that is left from an earlier run.
 
-As in torch, ``refcount/`` counts the users that are there and ``cleanup/`` those that have left; the
-last one removes the file once ``world_size`` have left. If a world_size is given, each of our users also
-leaves a note of its host, boot, pid namespace, pid and start time, which torch skips. By these notes a
-file whose world is complete and whose users have all died is started again; if that cannot be known
-(torch's users, other hosts), opening it is an error.
+As in torch, ``refcount/`` counts the present users and ``cleanup/`` those that have left; the last one removes
+the file once ``world_size`` have left. If a world_size is given, each of our users also stores a note of its
+host, boot, pid namespace, pid and start time, which torch skips. By these notes a file whose world is complete
+and whose users have all died is started again; if that cannot be decided (torch's users, other hosts), opening
+it is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcdist_stores.integers import parse_i64
 
 LEFT_KEY = b"cleanup/"
 HERE, LEFT = b"here", b"left"
-LEAVE_S = 2.0  # how long a leaving user waits for the lock
+LEAVE_S = 2.0  # seconds that a leaving user waits for the lock
 
 
 def _start_time(pid: int) -> str:
@@ -46,7 +46,7 @@ def _place() -> str:
 
 
 def _may_live(note: bytes) -> bool | None:
-    """Return whether the user of a note lives; None if this machine cannot know."""
+    """Return whether the user of a note lives; None if this machine cannot tell."""
     host, boot, space, pid, start, _ = note[len(NOTE) :].decode().split(" ")
     our_host, our_boot, our_space = _place().split(" ")
     if host != our_host or (boot == our_boot and space != our_space):
@@ -95,7 +95,7 @@ def _noted(note: bytes | None, state: bytes) -> list[tuple[bytes, bytes]]:
 def _refuse_stale(log: FileLog, world_size: int) -> None:
     there, gone = _count(log, FIRST_KEY), _count(log, LEFT_KEY)
     if there + gone < world_size:
-        return  # not all have come yet, and this one is among those still to come
+        return  # the world is not complete, and this user belongs to it
     users = [_may_live(note) for note, state in log.notes.items() if state == HERE]
     if any(users):
         return

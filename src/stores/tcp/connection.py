@@ -1,7 +1,7 @@
 """Connection: one greeted connection of a client to a server, with a limit on every read and write.
 
-A stopped server so costs a client its timeout and no more. An answer that did not come in time leaves the
-connection out of step; the caller that sees the TimeoutError closes it.
+So a stopped server costs a client at most its timeout. After an answer that did not come in time the connection
+is out of step; the caller that gets the TimeoutError closes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcdist_stores.tcp import wire
 CHUNK = 64 * 1024
 FEW = 4 * 1024  # for most answers; a buffer of 64 KiB costs 3 µs more
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.25
-LONGEST_LIMIT_S = 2e6  # 23 days; Python takes milliseconds of more than 31 bits and cuts them off
+LONGEST_LIMIT_S = 2e6  # 23 days; Python cuts milliseconds to 31 bits
 
 _u64 = U64.unpack_from
 
@@ -36,12 +36,15 @@ class Connection:
         self.sock = sock
         self.send = sock.sendall
         self.recv = sock.recv
-        self.rest, self.at = b"", 0  # received last, and up to where it was read: answers may come several at a time
+        self.rest, self.at = (
+            b"",
+            0,
+        )  # the last data, and how far it was read: several answers may come together
         self.is_ours = False
         self.set_limit(limit)
 
     def set_limit(self, limit: float | None) -> None:
-        """Set how long one read or write may take; None is for ever."""
+        """Set the limit of one read or write; None for no limit."""
         self.limit = limit
         self.sock.settimeout(None if limit is None else min(limit, LONGEST_LIMIT_S))
 
@@ -50,7 +53,7 @@ class Connection:
         return self.read(size)
 
     def read(self, size: int) -> bytes:
-        """Return exactly so many bytes."""
+        """Return exactly ``count`` bytes."""
         begin, end = self.at, self.at + size
         if end > len(self.rest):
             self._receive(size)
@@ -59,12 +62,12 @@ class Connection:
         return self.rest[begin:end]
 
     def _receive(self, size: int) -> None:
-        """Receive until so many bytes are there."""
+        """Receive until there are ``count`` bytes."""
         data = self.rest[self.at :] or self.recv(FEW)
         if (left := size - len(data)) > 0:
             parts = [data]
             while left > 0:
-                # the buffer grows with what arrives: a length that was only announced costs nothing
+                # the buffer grows with the data: an announced length costs nothing
                 parts.append(self.recv(min(max(left, CHUNK), 1 << 20)))
                 if not parts[-1]:
                     raise ServerClosedError("the server closed the connection")

@@ -1,7 +1,8 @@
-"""MPI, through mpi4py: the backend of CPU tensors if the cluster has one.
+"""MPI, through mpi4py: the backend of CPU tensors if the cluster has an MPI.
 
-mpi4py initialises MPI when ``mpi4py.MPI`` is imported unless told otherwise. Importing this package tells it,
-so that ``runtime`` decides when MPI starts and ends; a program that imported ``mpi4py.MPI`` before keeps its own.
+mpi4py initializes MPI when ``mpi4py.MPI`` is imported, unless its settings forbid it. Importing this package sets
+them, so that ``runtime`` decides when MPI starts and ends; in a program that has imported ``mpi4py.MPI`` before,
+the program's own MPI stays as it is.
 """
 
 import sys

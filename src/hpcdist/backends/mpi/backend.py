@@ -35,11 +35,11 @@ from hpcdist.core.queue import Queue
 from hpcdist.core.world import WORLD
 from hpcdist.launch import environment
 
-ACCELERATORS = ("cuda", "xpu")  # whose tensors go directly, or through host memory
+ACCELERATORS = ("cuda", "xpu")  # GPUs, whose tensors MPI takes directly or through host memory
 
 
 class MPIBackend(Backend):
-    """An MPI communicator of one process group, with MPI.ERRORS_RETURN, which this frees.
+    """An MPI communicator of one process group, with MPI.ERRORS_RETURN; ``close`` frees it.
 
     The thresholds, and whether calls are checked, are the same on all ranks.
     """
@@ -49,7 +49,7 @@ class MPIBackend(Backend):
     begins_at_once: ClassVar[bool] = True
     objects: MPIObjects
     windows: MPIWindows
-    # of the parts; each backend has its own
+    # each backend has its own parts
     run: Any = None
     check_reduction: Any = None
     send: Any = None
@@ -64,7 +64,7 @@ class MPIBackend(Backend):
         self.comm, self.unfinished = comm, self.communicator.unfinished
         self.communicator.is_background = self._is_background
         self.rank, self.size = self.communicator.rank, self.communicator.size
-        self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else it makes progress inside calls only
+        self.has_threads = bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)  # else MPI makes progress only inside calls
         self.collectives = Collectives(self.communicator, thresholds)
         self.point_to_point = PointToPoint(self.communicator)
         self.objects = MPIObjects(self.communicator)
@@ -74,7 +74,7 @@ class MPIBackend(Backend):
         self.membership = MPIMembership(self.communicator, self.over)
         self.windows = MPIWindows(self.communicator, self.objects)
         self._is_closed = False
-        # calls go to the parts themselves, not through a method here
+        # the parts' own methods, without a hop
         self.run = self.collectives.run
         self.check_reduction = self.collectives.plans.of
         self.send, self.recv = self.point_to_point.send, self.point_to_point.recv
@@ -92,18 +92,18 @@ class MPIBackend(Backend):
         return cls(comm, Thresholds.of_rank_0(comm), environment.is_on(environment.CHECK_CALLS))
 
     def settings(self) -> dict[str, str]:
-        """Return what this rank's environment says of node-shared memory, and whether calls are checked."""
+        """Return this rank's settings for node-shared memory, and whether calls are checked."""
         checks = "1" if self.check.is_asked_for else "0"
         return {VARIABLE: os.environ.get(VARIABLE, "").strip().lower(), environment.CHECK_CALLS: checks}
 
     # -- calls ---------------------------------------------------------------------------------------
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
-        """Return what runs a collective again: only MPI's call, if that is all there is to do."""
+        """Return a function that runs a collective again, by MPI's call alone if possible."""
         return self.collectives.prepare(call), None
 
     def worker(self) -> Queue:
-        """Begin the thread that carries out asynchronous calls, beside others of this rank."""
+        """Start the thread that carries out asynchronous calls."""
         intel_mpi.warn_once(MPI.get_vendor()[0])
         return super().worker()
 
@@ -111,7 +111,7 @@ class MPIBackend(Backend):
         return self.queue is not None and self.queue.running is not None
 
     def on(self, device_type: str) -> Backend:
-        """Return what carries a device type's tensors: a GPU's directly or through host memory."""
+        """Return the backend of a device type's tensors: of a GPU's directly or through host memory."""
         if device_type == "cpu":
             return self
         from hpcdist.backends.mpi.cuda import StagedBackend
@@ -145,7 +145,7 @@ class MPIBackend(Backend):
         return self.over(self.communicator.shrink(excluded, name, aborts))
 
     def over(self, comm: MPI.Intracomm) -> MPIBackend:
-        """Return a backend like this one over another communicator."""
+        """Return a backend like this one on another communicator."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return type(self)(comm, self.collectives.plans.thresholds, self.check.is_wanted)
 
@@ -157,15 +157,15 @@ class MPIBackend(Backend):
         keep(self.unfinished)
 
     def close(self) -> None:
-        """Free what the group's calls have made, and later the communicator (MPI 7.4.3, ``retired``)."""
+        """Free the objects that the group's calls have made, and later the communicator (MPI 7.4.3, ``retired``)."""
         steps: list[Callable[[], object]] = [super().close]
         if not self._is_closed and not MPI.Is_finalized():
             self._is_closed = True
             steps += [self.check.leave, self.check.close, lambda: self.windows.close(self.check.has_failed)]
             steps += [self.collectives.close, self.communicator.receives.close]
-            if not self.communicator.is_revoked():  # to free it would wait for the dead
+            if not self.communicator.is_revoked():  # freeing would wait for dead ranks
                 steps.append(self.communicator.close_private)
-            if not self.unfinished:  # else they are driven until they have ended
+            if not self.unfinished:  # else MPI is driven until they have ended
                 steps.append(partial(PROGRESS.leave, self.communicator))
             steps.append(partial(retire, self.comm, self.unfinished))
         end_all(steps)
@@ -173,7 +173,7 @@ class MPIBackend(Backend):
 
 @cache
 def end_before_mpi() -> None:
-    """Have the groups over MPI end when MPI_Finalize begins, which deletes this attribute first (MPI 11.2.4).
+    """Let the groups over MPI end when MPI_Finalize begins, which deletes this attribute first (MPI 11.2.4).
 
     A program that started MPI may finalize it before its last call, which would end the process inside of MPI.
     """
@@ -186,14 +186,14 @@ def end_groups(*_: object) -> None:
     for group in list(WORLD.groups.values()):
         ours = [each for each in group.backends.values() if isinstance(each, MPIBackend)]
         if ours:
-            with suppress(Exception):  # nobody is there to take it
+            with suppress(Exception):  # no caller could catch it
                 group.abort(reason, ends_calls=False)
         for work in [work for each in ours for work in each.pending()]:
             work._finish(DistBackendError(reason))
 
 
 class MPIMembership(Membership):
-    """Membership of the job, by a communicator of all its ranks; ``over`` makes the backend of another communicator."""
+    """Membership of the job, on a communicator of all its ranks; ``over`` makes a backend of another communicator."""
 
     def __init__(self, communicator: Communicator, over: Callable[[MPI.Intracomm], Backend]) -> None:
         self._communicator, self._over = communicator, over
@@ -201,8 +201,8 @@ class MPIMembership(Membership):
     def survivors(self) -> Backend:
         """Make a communicator of the ranks that live (MPI_Comm_shrink).
 
-        MPI_Comm_ishrink would let the wait be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All have the new
-        communicator when this returns: Open MPI crashes if one is revoked that a rank is still making.
+        Not by MPI_Comm_ishrink, whose wait could be ended: in Open MPI 5.0.11 it returns MPI_ERR_INTERN. All ranks have
+        the new communicator when this returns: Open MPI crashes if one is revoked while a rank is still making it.
         """
         ulfm.await_news(self._communicator.comm)
         try:
@@ -227,11 +227,11 @@ class MPIMembership(Membership):
         return runtime.exit_barrier()
 
     def all_finalize(self, finalizes: bool) -> bool:
-        """Return whether all ranks finalise MPI."""
+        """Return whether all ranks finalize MPI."""
         return runtime.all_finalize(finalizes)
 
     def skip_finalize(self, seconds: float | None = None, ends_well: bool = False) -> None:
-        """Leave without MPI_Finalize, which waits for all ranks, and under which a call of another thread crashes."""
+        """Exit without MPI_Finalize, which waits for all ranks, and in which a call of another thread crashes."""
         runtime.skip_finalize()
         if ends_well:
             ulfm.leave_pmix()

@@ -1,9 +1,9 @@
 """Bundler: copies many small tensors to one buffer and back by one MPI call.
 
-A datatype of MPI describes where they all lie (MPI 5.1.3). Then MPI copies 100 tensors of 1 KiB in one call, in 4 µs,
+A datatype of MPI describes where they all lie (MPI 5.1.3). Then MPI copies 100 tensors of 1 KiB in one call, in 4 µs
 where ``memmove`` takes 40; to describe them takes another 4, unless they lie where the last ones did. The call is a
-message to oneself, on a duplicate of MPI_COMM_SELF, whose messages are nobody else's: MPI_Pack does the same, but takes
-34 µs in MPICH.
+message of this rank to itself, on a private duplicate of MPI_COMM_SELF: MPI_Pack would do the same, but takes 34 µs in
+MPICH.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Bundler:
 
     def __init__(self) -> None:
         self._alone: MPI.Intracomm | None = None
-        self._seen: tuple[Any, ...] = ()  # addresses, sizes and dtype of the tensors that the two below were made for
+        self._seen: tuple[Any, ...] = ()  # addresses, sizes and dtype of the tensors of the next two
         self._datatype = MPI.DATATYPE_NULL
         self._flat: torch.Tensor | None = None
 
@@ -34,7 +34,7 @@ class Bundler:
         dtype: torch.dtype,
         change: Callable[[torch.Tensor], None],
     ) -> None:
-        """Run what changes the elements of contiguous CPU tensors, on one tensor of a dtype that holds all.
+        """Run a function that changes the elements of contiguous CPU tensors, on one tensor of a dtype that holds all.
 
         ``sizes`` are the bytes of each.
         """
@@ -46,7 +46,7 @@ class Bundler:
             check_memory(*tensors)
             self._forget()
             nbytes = sum(sizes)
-            if flat is None or flat.dtype is not dtype or flat.nbytes != nbytes:  # else its memory and plan are used on
+            if flat is None or flat.dtype is not dtype or flat.nbytes != nbytes:  # else both are used again
                 self._flat = flat = new_memory(torch.Size([nbytes // dtype.itemsize]), dtype)
             self._datatype = BYTE.Create_hindexed(sizes, addresses).Commit()
             self._seen = seen

@@ -3,27 +3,27 @@
 The ranks of a node write each call on a board (``node.call_board``) before they give it to MPI, and then look at the
 others' words of the same number:
 
-1. write the own words; a full memory barrier; read the others'. So of two ranks whose calls differ, at least one sees
-   it: the barriers of both have an order, and who comes second reads what the other has written before its own.
-2. No difference, or nobody else has come yet: make the call, and then look whether something was decided meanwhile.
-3. A difference: the rank says that it has seen one and makes no call. One of those decides for all (they take turns).
-   A rank that has begun the call and has not said that it sees the difference is in MPI or on its way there. All such
-   ranks make one and the same call, by 1. If there are none, all raise. Otherwise they may block, and what frees them
-   is their own call: every rank that has made another one takes part in theirs with memory of its own.
-   Who returns sees that there is a decision, and raises too.
+1. Write the own words; a full memory barrier; read the others'. So of two ranks whose calls differ, at least one sees
+   it: the barriers of both have an order, and the second reads what the first wrote before its barrier.
+2. No difference, or no other rank has come yet: make the call, and then look whether a decision was made meanwhile.
+3. A difference: the rank writes that it has seen one and makes no call. One of those ranks decides for all (they take
+   turns). A rank that has begun the call and has not written that it sees the difference is in MPI or on its way there.
+   By step 1 all such ranks make one and the same call. If there are none, all raise. Otherwise they may block, and only
+   their own call can free them: every rank that has made another one takes part in theirs with memory of its own. A
+   rank that returns from the call finds the decision, and raises too.
 
 MPI has then carried out the same calls on all ranks, so that the group can be used again. Calls that do not wait for
-others, such as a broadcast on its root, let a rank run ahead. It waits before its words would be lost, and the one that
-decides leaves a word that stops it: what it has begun until then is carried out by all.
+others, such as a broadcast on its root, let a rank run ahead. It waits before its words would be lost, and the rank
+that decides writes a word that stops it: all ranks carry out the calls that it has begun until then.
 
-After an error the numbers go on at a later one, which all derive from the decision: an old word looks like no call.
-The next calls have other places in the ring than those that a slower rank still reads: what it is to carry out, and the
-word after it that stops it.
+After an error the numbers continue at a later one, which all derive from the decision, so that old words match no call.
+The next calls have other places in the ring than those that a slower rank still reads: the calls that it has to carry
+out, and the word after them that stops it.
 
 Ranks on several boards, because they are on several nodes or share no memory, compare their calls a little later
-(``core.call_log``). By then MPI may have made calls that differ, so that the group takes no more: each raises. Most
-wrong calls are of a kind that the rank has not made before: such a call first waits a moment for the other nodes'.
-What two ranks exchange is known to them only, so that each exchange there compares it first (``exchange``).
+(``core.call_log``). By then MPI may have made calls that differ, so that the group is unusable: each later call raises.
+Most wrong calls are of a kind that the rank has not made before: such a call first waits a moment for the other nodes'.
+Only the two ranks of a pair know the size of their shares, so each exchange there compares these first (``exchange``).
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHAN
 from hpcdist.core.waiting import nap
 
 LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
-NEW_SECONDS = 1.0  # how long a call whose like this rank has not made on the group waits for the other nodes' calls
-FAILED_SECONDS = 1.0  # how long a call that MPI has ended with an error waits for the other nodes' calls
+NEW_SECONDS = 1.0  # seconds that a call of a new kind waits for the other nodes' calls
+FAILED_SECONDS = 1.0  # seconds that a call which MPI has ended with an error waits for the other nodes' calls
 LEAVE_SECONDS = 0.3  # the same for the end of a group
 OPS = {NAMES[op]: op for op in ALL_OPS}
 Result = TypeVar("Result")
 
 
 class CallCheck:
-    """The check of one group's collectives over MPI, unless some rank does not want it.
+    """The check of one group's collectives over MPI, unless a rank has switched it off.
 
-    ``carry_out`` runs a collective that was checked; ``stand_in`` takes part in one on objects, of a name and a root.
+    ``carry_out`` runs a checked collective; ``stand_in`` takes part in an object collective, given its name and root.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class CallCheck:
 
     @property
     def has_failed(self) -> bool:
-        """Whether calls differed between nodes: a rank that was not told in time may still be in one."""
+        """Whether calls differed between nodes: a rank that did not learn of it in time may still be in one."""
         return self.log is not None and self.log.was_raised
 
     @property
     def compares_shares(self) -> bool:
         """Whether the ranks of an exchange compare their shares by MPI: the board does not have them all.
 
-        Those that compare no calls do so too if MPI would write past a share (``exchange``).
+        Without the check of calls they still do if MPI would write past a share (``exchange``).
         """
         if self.board is None:
             return not CUTS and self._communicator.size > 1
@@ -149,12 +149,12 @@ class CallCheck:
         self.make(first, size, partial(self._carry_out, call), counts)
 
     def compare(self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0) -> None:
-        """Compare one of the ``COMPOSED`` calls, before what it is made of is compared."""
+        """Compare one of the ``COMPOSED`` calls, before the calls of which it consists."""
         if self._communicator.size > 1:
             self.make(what(name, dtype, op, root), size, bool)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
-        """Make a call, given its words and what makes it."""
+        """Make a call, given its words and the function that makes it."""
         if not self.is_open:
             self._open()
         board = self.board
@@ -169,16 +169,16 @@ class CallCheck:
         if counts is not None:
             if number - COUNTS_KEPT >= self._start:
                 self._keep_pace(number - COUNTS_KEPT + 1)
-                if self._is_stopped_before(number):  # by what needs the counts that these would replace
+                if self._is_stopped_before(number):  # a decision that needs the counts which these would replace
                     self._follow(self.handled + 1, number - 1, None)
-            else:  # since the last error nobody has read counts that these replace, but for that error itself
+            else:  # since the last error no rank has read counts that these replace, except for that error itself
                 self._wait(self._have_all_followed)
             board.write_counts(number, counts)
         compares = log is not None and (log.is_new(first, size) or first == SPLIT_SAID)
-        if compares:  # before its word is there: until the comparison has ended this rank does not enter MPI
+        if compares:  # before its word is written: until the comparison has ended this rank does not enter MPI
             board.failing[board.own] = number
         at, wide = number & LAST, not 0 <= size < SIZES
-        word = (first | (WIDE if wide else size << NUMBER_BITS)) + (number & NUMBER)  # as with_size does
+        word = (first | (WIDE if wide else size << NUMBER_BITS)) + (number & NUMBER)  # as ``with_size`` does
         board.sizes[board.own][at] = size
         board.whats[board.own][at] = word
         board.begin_fence()
@@ -203,7 +203,7 @@ class CallCheck:
                 log.check()
 
     def ended_by(self, error: BaseException, number: int) -> None:
-        """Say that this rank has left a call, and find out whether other nodes' calls are why MPI has failed."""
+        """Record that this rank has left a call, and check whether other nodes' calls are why MPI has failed."""
         if self._communicator.left_by is not None and self.board is not None:
             self.board.withdraw(number)
         if isinstance(error, DistBackendError) and self.log is not None and not self._communicator.is_revoked():
@@ -212,8 +212,8 @@ class CallCheck:
     def _compare_first(self, log: CallLog, number: int, make: Callable[[], Any]) -> None:
         """Compare a call with those of other nodes before MPI makes it.
 
-        Meanwhile this rank is not in MPI, whatever another one of its node decides. What makes such a decision is a
-        word that was written before it. So this rank looks again when it has said that it goes on.
+        Meanwhile this rank is not in MPI, whatever another rank of its node decides. Such a decision is caused by a
+        word that was written before it. So this rank looks again after it has written that it goes on.
         """
         board = self.board
         hooks.compare_calls(log, NEW_SECONDS)
@@ -224,7 +224,7 @@ class CallCheck:
             self.fail(number, make)
 
     def differ(self, ways: list[str]) -> None:
-        """Raise because an exchange has found other ranks' calls to differ; on several nodes the others are told."""
+        """Raise because an exchange has found other ranks' calls to differ; on several nodes also inform the others."""
         failure = calls_differ(self._communicator.size, ways)
         if self.log is None:
             raise CallsDifferError(failure)
@@ -233,7 +233,7 @@ class CallCheck:
         self.log.check()
 
     def leave(self) -> None:
-        """Say that this rank makes no more calls; CallsDifferError if another one does."""
+        """Announce that this rank makes no more calls; CallsDifferError if another rank makes one."""
         log = self.log
         if log is not None:
             log.is_ending = True
@@ -246,7 +246,7 @@ class CallCheck:
                 log.check()
 
     def close(self) -> None:
-        """Give the board's memory back; there are no more calls."""
+        """Free the board's memory; there are no more calls."""
         if self.log is not None:
             self.log.close()
         self.board = None  # type: ignore[assignment]
@@ -273,7 +273,7 @@ class CallCheck:
         return [r for r in range(len(board.ranks)) if r != board.own and board.has(r, number)]
 
     def _keep_pace(self, number: int) -> None:
-        """Wait until all others have begun a call, so that no words are lost that they have not compared.
+        """Wait until all others have begun a call, so that no words that they have not compared are lost.
 
         A decision about an earlier call ends the wait: ranks that have carried it out do not begin this one any more.
         """
@@ -283,12 +283,12 @@ class CallCheck:
                 self._wait(lambda r=r: board.has_come_to(r, number) or self._is_stopped_before(number))  # type: ignore[misc]
 
     def _is_stopped_before(self, number: int) -> bool:
-        """Tell whether a decision that this rank has not carried out is about an earlier call than this one."""
+        """Tell whether there is a decision about an earlier call that this rank has not carried out."""
         board = self.board
         return board.decided[0] != self.handled and board.decision(self.handled + 1)[0] < number
 
     def _have_all_followed(self) -> bool:
-        """Tell whether all ranks have carried out the last decision, and so read what it is about."""
+        """Tell whether all ranks have carried out the last decision, and so have read its words."""
         board = self.board
         return all(followed >= self.handled for followed in board.followed)
 
@@ -302,7 +302,7 @@ class CallCheck:
     # -- a difference --------------------------------------------------------------------------------
 
     def fail(self, number: int, make: Callable[[], Any]) -> None:
-        """Have it decided what becomes of a call that differs from another rank's, do that, and raise."""
+        """Reach a decision about a call that differs from another rank's, carry it out, and raise."""
         board = self.board
         if self._communicator.is_revoked():
             return  # MPI refuses the call
@@ -321,7 +321,7 @@ class CallCheck:
 
     def _decide(self, index: int, number: int) -> None:
         board = self.board
-        # until then a slower rank may read what the words are about to replace
+        # until then a slower rank may read the words that these replace
         self._wait(self._have_all_followed)
         board.stop(number)
         fence()
@@ -347,13 +347,13 @@ class CallCheck:
         board.decide(index, number, last, leader)
 
     def look_back(self, number: int) -> None:
-        """Raise after a call that others have found to differ from theirs."""
+        """Raise after a call if others have found it to differ from theirs."""
         index = self.handled + 1
         if self.board.decision(index)[0] <= number:
             self._follow(index, number, None)
 
     def _follow(self, index: int, number: int, make: Callable[[], Any] | None) -> None:
-        """Carry out a decision, given this rank's call and what makes it (None if it was made), and raise."""
+        """Carry out a decision, given this rank's call and its function (None if it was made), and raise."""
         board = self.board
         differs, last, leader = board.decision(index)
         board.stopped[board.own] = number
@@ -364,7 +364,7 @@ class CallCheck:
             hooks.compare_calls(self.log, 0)  # which tells the others
         try:
             for each in range(number + (make is None), last + 1):
-                # of a new group, in which those that stand in are missing; of calls that other nodes do not make
+                # of a new group, which lacks the ranks that stand in; of calls that other nodes do not make
                 with suppress(MismatchError, *([] if self.log is None else [DistBackendError])):
                     if make is not None and each == number and board.own in self._makers(leader, number):
                         make()
@@ -380,7 +380,7 @@ class CallCheck:
     def _makers(self, leader: int, number: int) -> list[int]:
         """Return the ranks that carry out a call by themselves, while others take part in it by ``_stand_in``."""
         board = self.board
-        if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # whose shares are those of two ranks
+        if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # its shares are known to pairs of ranks
             differs = board.decision(self.handled + 1)[0]
             for r in range(len(board.ranks)):
                 self._wait(lambda r=r: board.has_come_to(r, number) or board.stopped[r] >= differs)  # type: ignore[misc]
@@ -403,7 +403,7 @@ class CallCheck:
             its, op = ROWS[said.name], OPS.get(said.op)
             op = multiplied_by(1.0) if op == PREMUL_SUM else op
             counts = None
-            if its in EXCHANGES and self.compares_shares:  # those in it find that this rank takes no part
+            if its in EXCHANGES and self.compares_shares:  # the ranks in it find that this one takes no part
                 its, counts = ALL_TO_ALL, ([0] * ranks, [0] * ranks)
             elif its in EXCHANGES and (said.size < 0 or ranks == 2):
                 its, counts = ALL_TO_ALL, self._shares(leader, number)
@@ -412,7 +412,7 @@ class CallCheck:
                 mine = [shares[rank]]
                 counts = (mine, shares) if its is ALL_GATHER else (shares, mine)
             if counts is None and not 0 <= said.size < COUNTED:
-                return  # a call of ragged shares, which this rank does not know: the ranks in it do not return
+                return  # a call with ragged shares, which this rank does not know: the ranks in it do not return
             if counts is not None:
                 send, recv = (torch.zeros(sum(each), dtype=said.dtype) for each in counts)
             elif its.buffers:
@@ -422,7 +422,7 @@ class CallCheck:
             self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
 
     def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
-        """Return what this rank sends and receives to take part in an exchange; None if it does not know."""
+        """Return this rank's shares, to take part in an exchange; None if it does not know them."""
         board, me, ranks = self.board, self._communicator.rank, self._communicator.size
         sent, received = [0] * ranks, [0] * ranks
         for maker in self._makers(leader, number):

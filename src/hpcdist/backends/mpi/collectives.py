@@ -1,9 +1,8 @@
 """Collectives on tensors over one MPI communicator.
 
-Synchronous calls are MPI's blocking calls on the caller's thread: that is where MPI's latency is. Moving collectives
-move bytes, so every dtype works. Which MPI function is called, or whether the call goes through node-shared memory,
-is the plan's (``plans``), which depends only on what all ranks know; how this rank's tensors lie in memory decides
-about copies.
+Synchronous calls are MPI's blocking calls on the caller's thread, which have the lowest latency. Moving collectives
+move bytes, so every dtype works. The plan (``plans``) chooses MPI's function or node-shared memory; it depends only on
+facts that all ranks know. The layout of this rank's tensors in memory decides only about copies.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Collectives:
             return
         row, send, recv, op, *_ = call
         tensor = recv if send is None else send
-        # what the call board has of it, without root
+        # its word on the call board, without root
         self.check.run(call, BARRIER_SAID if tensor is None else self.plans.of(row, tensor.dtype, op).said)
 
     def carry_out(self, call: Call) -> None:
@@ -109,7 +108,7 @@ class Collectives:
             self._communicator.check(row.name)
 
     def is_shared(self, row: Row, dtype: torch.dtype, op: Any, nbytes: int) -> bool:
-        """Tell whether calls of so many bytes go through node-shared memory, as far as is known before the first."""
+        """Tell whether calls of this size go through node-shared memory, as far as known before the first call."""
         return nbytes >= self.plans.of(row, dtype, op).shared_from
 
     # -- reducing ------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class Collectives:
             call = call._replace(send=values, recv=reduced)
         self._reduce_in_memory(call, how)
         if recv is not None and (how.averages or not how.in_memory):
-            with torch.inference_mode():  # which may write tensors of both modes
+            with torch.inference_mode():  # that mode may write both kinds of tensors
                 how.after(call.recv, recv, self._size)
 
     def _reduce_in_memory(self, call: Call, how: Reduction) -> None:
@@ -184,15 +183,15 @@ class Collectives:
                 assert check is not None
                 check.differ(ways)
             return
-        given = send.clone() if overlap(send, recv) else send  # MPI_IN_PLACE would be a call that only this rank makes
+        given = send.clone() if overlap(send, recv) else send  # MPI_IN_PLACE would be another call than the others'
         self._calls[row](buffer_of_runs(given, send.nbytes), buffer_of_runs(recv, send.nbytes))
 
     # -- calls that come again -------------------------------------------------------------------------
 
     def prepare(self, call: Call) -> Run:
-        """Return what runs a collective on what looks like this call's.
+        """Return a function that runs a collective on buffers like this call's.
 
-        What follows from the looks is settled: the plan, MPI's function, operation and datatype, and how many bytes.
+        All that follows from their metadata is fixed: the plan, MPI's function, operation and datatype, and the bytes.
         """
         if call.row.reduces and call.send.__class__ is TensorList:
             return self._together(call)
@@ -211,7 +210,7 @@ class Collectives:
         return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
 
     def _together(self, call: Call) -> Run:
-        """Return what reduces the tensors of a list as one."""
+        """Return a function that reduces the tensors of a list as one."""
         listed, recv = call.send, call.recv
         flat = torch.empty(listed.shape, dtype=listed.dtype, device="meta")
         run, sizes, dtype = (
@@ -229,7 +228,7 @@ class Collectives:
 
         def run_list(tensors: Any, recv: Any) -> None:
             nbytes = total + ranks * recv.nbytes
-            if not 0 < nbytes <= FLAT_MAX or nbytes >= plan.shared_from:  # the nodes' memory takes a list as it is
+            if not 0 < nbytes <= FLAT_MAX or nbytes >= plan.shared_from:  # node-shared memory takes a list as it is
                 again(tensors, recv)
             else:
                 run(flatten(tensors, nbytes), recv)
@@ -237,7 +236,7 @@ class Collectives:
         return run_list
 
     def _prepared(self, call: Call) -> Prepared | None:
-        """Return what carries a call out by one function of MPI and little else; None if there is more to do."""
+        """Return how to carry a call out by one function of MPI; None if it needs more."""
         row, send, recv, op, root, counts, *_ = call
         if row.buffers == 0:
             return Prepared(lambda _, __: self._comm.Barrier())
@@ -270,14 +269,14 @@ class Collectives:
             function, largest = on_encoded(encoding, function), COPY_MAX
         is_written_by_torch = how.averages or how.wide is not None
         if is_written_by_torch and any(each.is_inference() for each in (send, recv) if each is not None):
-            return None  # it may be the other mode in which it is run again
+            return None  # it may be run again in the other mode
         divide = self._division(wide) if how.averages and recv is not None else None
         if how.wide is not None:
             return self._widened(call, function, bind, divide, wide, plan)
         return Prepared(function, described(call, bind, size, plan, largest), divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
-        """Return what divides a sum by the number of ranks; by a tensor it takes half the time."""
+        """Return a function that divides a sum by the number of ranks; division by a tensor takes half the time."""
         size = self._size
         if not dtype.is_floating_point:
             return lambda total: average(total, size)
@@ -287,7 +286,7 @@ class Collectives:
     def _widened(
         self, call: Call, function: Callable[..., Any], bind: Bind, divide: Divide | None, wide: torch.dtype, plan: Plan
     ) -> Prepared:
-        """Return what reduces a tensor in memory of a wider dtype, which is kept for small ones."""
+        """Return how to reduce a tensor in memory of a wider dtype, which is kept for small ones."""
         row, send, recv, counts = call.row, call.send, call.recv, call.counts
         ranks, is_same = self._size, row.shape is Shape.SAME
         itemsize, largest = send.itemsize, COPY_KEPT // wide.itemsize
@@ -308,18 +307,18 @@ class Collectives:
                 total = total.view(recv.shape)
             recv.copy_(total if divide is None else divide(total))
 
-        is_copy = recv is None or (is_same and divide is None)  # which needs no call, for latency
+        is_copy = recv is None or (is_same and divide is None)  # without a call, for latency
         return Prepared(function, describe, None if is_copy else round_to, is_copied=True)
 
     def close(self) -> None:
-        """Leave the node's window; its communicators stay if a call was left midway."""
+        """Close the node's window; its communicators stay if a call was left midway."""
         self._calls.clear()
         self._bundler.close()
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
 
 
 def of_memory(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_place: bool) -> Bind:
-    """Return what makes the arguments of MPI's function, which end with the last ones."""
+    """Return a function that makes the arguments of MPI's function; ``last`` are the final ones."""
     is_alone = datatype is BYTE and in_place  # MPI_Bcast has one buffer
 
     def bind(place: int, target: int | None, sent: int, received: int) -> tuple[Any, ...]:
@@ -338,9 +337,9 @@ def of_memory(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_p
 def described(
     call: Call, bind: Bind, ranks: int, plan: Plan, largest: int = COUNT_MAX
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
-    """Return what makes the arguments of a function of where a call's tensors lie (``repetition.Prepared``).
+    """Return a function that makes MPI's arguments from the addresses of a call's tensors (``repetition.Prepared``).
 
-    It is on one tensor or two of one dtype, of up to ``largest`` bytes.
+    The call is on one tensor or two of one dtype, of up to ``largest`` bytes.
     """
     row, send, recv, op, _, counts, *_ = call
     itemsize, shape = send.itemsize, row.shape

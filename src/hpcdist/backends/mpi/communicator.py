@@ -1,8 +1,8 @@
-"""Communicator of one group: an MPI communicator, and what all calls on it share.
+"""Communicator of one group: an MPI communicator, with its errors and its interruption.
 
-MPI's errors are translated here, and here calls that block are ended: under ULFM (``process.ulfm``) by revoking the
-communicator and all that were made from it, which raises in every rank's call on them; elsewhere only a receive can be
-made to raise, by cancelling it.
+MPI's errors are translated here, and blocked calls are ended here: under ULFM (``process.ulfm``) by revoking the
+communicator and all that were made from it, which raises in every rank's call on them; without ULFM only a receive can
+be made to raise, by cancelling it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hpcdist.core.ranks import listed
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 
-NEWS_SECONDS = 0.25  # how long the news of a death may come after that of the revocation that it caused
+NEWS_SECONDS = 0.25  # seconds by which the news of a death may come after the revocation that it caused
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
-# what 5.0.11 reads from another process's memory (large messages within a node) it does not cut to the buffer
+# 5.0.11 does not cut messages that it reads from another process's memory (large ones within a node)
 OVERWRITTEN = "; Open MPI may have written beyond that memory too: end the program"
 
 
@@ -38,7 +38,7 @@ def group_tag(name: str) -> int:
 
 
 def described(error: MPI.Exception) -> str:
-    """Return MPI's words for an error, and more of a message that was longer than what receives it."""
+    """Return MPI's text of an error, and an explanation if a message was longer than its buffer."""
     text = str(error.Get_error_string())
     if error.Get_error_class() == MPI.ERR_TRUNCATE:
         text += ": a rank sent more than the tensor of this rank holds"
@@ -48,7 +48,7 @@ def described(error: MPI.Exception) -> str:
 
 
 class Translation(NamedTuple):
-    """Raises c10d's error for MPI's inside the ``with`` block that this is given to."""
+    """Context that raises c10d's error for MPI's."""
 
     communicator: Communicator
     call: str
@@ -62,7 +62,7 @@ class Translation(NamedTuple):
 
 
 class Steps(Translation):
-    """The same of a call of several steps: a rank that an exception takes out of them makes no more such calls."""
+    """The same for a call of several steps: a rank that an exception takes out of them makes no more such calls."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ class Steps(Translation):
 
 
 class Token:
-    """What ends a receive that blocks: another thread sets the reason and cancels, the one that blocks looks at it."""
+    """Cancellation token of a blocked receive: another thread sets the reason and cancels; the blocked one checks."""
 
     __slots__ = ("reason", "request")
 
@@ -84,14 +84,14 @@ class Token:
         self.request, self.reason = request, ""
 
     def cancel(self, reason: str) -> None:
-        """Make the receive raise. Not twice: after the first time who waits frees the request, in another thread."""
+        """Make the receive raise; only once, because the waiting thread then frees the request."""
         if not self.reason:
             self.reason = reason
             with suppress(MPI.Exception):  # it may just have ended
                 self.request.Cancel()
 
     def check(self, status: MPI.Status) -> None:
-        """Raise why the receive was cancelled, unless its message came at the last moment."""
+        """Raise the reason of a cancellation, unless the message came at the last moment."""
         if self.reason and status.Is_cancelled():
             raise DistBackendError(self.reason)
 
@@ -104,21 +104,21 @@ class Communicator(Faults):
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.is_background: Callable[[], bool] = bool  # whether the call under way runs beside this rank's computation
-        self.derived: list[MPI.Comm] = []  # made from it, which the group's calls may block on: revoked with it
-        # the duplicate for messages that collectives are made of, which no message of the user's can meet
+        self.derived: list[MPI.Comm] = []  # made from it for the group's calls: revoked with it
+        # a duplicate for the messages of collectives, apart from the user's messages
         self.private: MPI.Intracomm | None = None
         self.interruption: str | None = None  # why the communicator was revoked
         self.receives = Receives(comm)
         self.unfinished = Unfinished()  # its messages under way
-        self.receiving: dict[int, Token] = {}  # the receives that block now, by their threads
+        self.receiving: dict[int, Token] = {}  # the receives that block now, by thread
         self.is_checked = ulfm.is_tolerant()  # whether success is checked for a death that MPI did not report
-        self.left_by: str | None = None  # what ended a call of several steps in its middle: an exception's class
+        self.left_by: str | None = None  # the class of an exception that ended a call of several steps midway
         self._has_revoked = False
 
     def open_private(self) -> MPI.Intracomm:
-        """Return the private duplicate, which the first call makes; every rank calls it, as a part of a collective."""
+        """Return the private duplicate, made by the first call; every rank calls, as part of a collective."""
         if self.private is None:
-            # if a rank dies, a barrier is left more safely than the making of a communicator (``ulfm.end_creation``)
+            # if a rank dies, a barrier ends more safely than the creation of a communicator (``ulfm.end_creation``)
             self.comm.Barrier()
             self.private = self.comm.Dup()
             self.derived.append(self.private)
@@ -144,8 +144,8 @@ class Communicator(Faults):
     def failure(self, call: str, error: MPI.Exception) -> DistBackendError:
         """Return c10d's error for MPI's.
 
-        If a process has died the communicator is revoked first: ranks that wait for one that has just failed the same
-        call would not learn of it otherwise.
+        If a process has died the communicator is revoked first: ranks that wait for a rank which has just left the same
+        call by this error would not learn of it otherwise.
         """
         if not ulfm.is_loss(error, self.comm):
             return DistBackendError(
@@ -155,7 +155,7 @@ class Communicator(Faults):
         return self._lost(call)
 
     def _lost(self, call: str) -> DistBackendError:
-        """Revoke a group that has lost a rank or was given up, and return the error for a call on it."""
+        """Revoke a group that has lost a rank, or was given up, and return the error for a call on it."""
         self.revoke()
         ulfm.end_creation()
         if self.interruption is not None:
@@ -176,8 +176,8 @@ class Communicator(Faults):
     def check_in_step(self, call: str) -> None:
         """Raise for a call of several steps if this rank has revoked the communicator or left such a call.
 
-        MPI refuses its own after a revocation. The window would take this rank's data, and the others would take it for
-        that of the call that they are in.
+        After a revocation MPI refuses its own calls, but the window would accept this rank's data, and the others would
+        read it as part of the call that they are in.
         """
         if self._has_revoked:
             raise self._lost(call)
@@ -206,7 +206,7 @@ class Communicator(Faults):
     def too_long(self, call: str, status: MPI.Status, nbytes: int) -> MismatchError:
         """Return the error of a message that is longer than its tensor of so many bytes."""
         length = status.Get_elements(BYTE)
-        # Open MPI's status counts, of a message to oneself, what its buffer had room for
+        # for a message to itself Open MPI's status counts only the bytes that fitted
         found = f"{length:,}" if length > nbytes and status.Get_source() != self.rank else "more"
         text = (
             f"{call} on rank {self.rank} of {self.size}: rank {status.Get_source()} sent {found} bytes with tag "
@@ -239,21 +239,21 @@ class Communicator(Faults):
     def poll(self) -> None:
         """Make MPI progress, and raise if the communicator was revoked or a call was interrupted."""
         if self.interruption is not None:
-            self.revoke()  # what follows is decided by whether it is revoked, on all ranks alike
+            self.revoke()  # later calls depend on whether it is revoked, which is the same on all ranks
             raise DistBackendError(self.interruption)
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def cancel(self, reason: str, thread: int | None = None) -> bool:
-        """Make the receive that blocks a thread raise, or all; False if there is none."""
+        """Make the receive that blocks a thread raise, or all receives; False if there is none."""
         tokens = self.receiving.copy()
         found = list(tokens.values()) if thread is None else [tokens[thread]] if thread in tokens else []
         for token in found:
-            token.cancel(reason)  # the wait's own, so that no other call raises
+            token.cancel(reason)  # that of the wait itself, so that no other call raises
         return bool(found)
 
     def drive(self) -> bool:
         """Drive MPI if a message is under way; tell whether one is."""
-        if self.receives.waiting:  # one may stand behind a message at which ``any`` stops
+        if self.receives.waiting:  # all of them: ``any`` would stop at the first
             self.receives.match()
         return any(work._is_under_way() for work in list(self.unfinished))  # type: ignore[attr-defined]  # RequestWork
 
@@ -293,7 +293,7 @@ class Communicator(Faults):
     def is_revoked(self) -> bool:
         if not ulfm.is_tolerant() or self.comm == MPI.COMM_NULL:
             return False
-        MPI.COMM_SELF.Iprobe(0, 0)  # news of it is taken in by MPI's progress
+        MPI.COMM_SELF.Iprobe(0, 0)  # MPI learns of it only when it makes progress
         return bool(self.comm.Is_revoked())
 
     def failed(self) -> list[int]:
@@ -307,8 +307,8 @@ class Communicator(Faults):
     def split(self, subgroups: Sequence[Sequence[int]]) -> MPI.Intracomm | None:
         """Make all subgroups by one MPI_Comm_split (MPI 7.4.2); the color is the subgroup's lowest rank.
 
-        A rank may give its own subgroup and not the others'. That each got the one it gave is agreed on afterwards; if
-        two ranks gave subgroups that contradict each other, every rank raises MismatchError.
+        A rank may give only its own subgroup. Afterwards all agree that each got the one that it gave; if two ranks
+        gave contradicting subgroups, every rank raises MismatchError.
         """
         mine = next((list(ranks) for ranks in subgroups if self.rank in ranks), None)
         color, key = (MPI.UNDEFINED, 0) if mine is None else (min(mine), mine.index(self.rank))
@@ -332,7 +332,7 @@ class Communicator(Faults):
 
     @contextmanager
     def _members(self, ranks: Sequence[int]) -> Iterator[MPI.Group]:
-        """Have MPI's group of some ranks."""
+        """Context with MPI's group of some ranks."""
         whole = self.comm.Get_group()
         members = whole.Incl(list(ranks))
         try:
@@ -344,7 +344,7 @@ class Communicator(Faults):
     def create_group(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
         """Make a communicator by MPI_Comm_create_group, which only its members call (MPI 7.4.2).
 
-        The name is the same on all of them, and keeps apart what is made at once.
+        The name is the same on all of them, and keeps apart communicators that are made at the same time.
         """
         with self._members(ranks) as members, self.translating("new_group"):
             return self.comm.Create_group(members, group_tag(name))
@@ -352,15 +352,16 @@ class Communicator(Faults):
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
         """Return a communicator without some ranks; the others call.
 
-        Dead ranks go by MPI_Comm_shrink, live ones by MPI_Comm_create_group (MPI 7.4.2), and if both kinds go, or the
-        communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group. The
-        name, the same on all, keeps apart what is made at once; ``aborts`` revokes the communicator first, so that
-        calls under way on it raise.
+        Dead ranks are excluded by MPI_Comm_shrink, live ones by MPI_Comm_create_group (MPI 7.4.2). If there are both,
+        or the communicator was revoked because of a live one, the rest makes a new one by MPI_Comm_create_from_group.
+        The name, the same on all, keeps apart communicators that are made at the same time; ``aborts`` revokes the
+        communicator first, so that calls under way on it raise.
         """
         comm = self.comm
         remaining = [rank for rank in range(self.size) if rank not in set(excluded)]
         try:
-            # a rank whose wait was ended may be here before the revocation by the rank that ended it; all see alike so
+            # a rank whose wait was ended may come here before the revocation by the rank that ended it; so all see the
+            # same
             if aborts or self.interruption is not None:
                 self.revoke()
             with self._members(remaining) as members:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.process import runtime
 from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 
-runtime.load()  # refuses by name an mpi4py that lacks what is used here
+runtime.load()  # its error names an mpi4py that is too old
 BYTE = MPI.BYTE
 address = MPI.buffer.fromaddress
 
@@ -37,16 +37,16 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 # MPI counts are C ints before MPI 4.0 (and in Open MPI 5); a count above this is described by a derived type
 COUNT_MAX = 2**31 - 1
 PIECE = 2**30
-PLACES_KEPT = 32  # in memory, whose descriptions are kept
+PLACES_KEPT = 32  # places in memory whose descriptions are kept
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:
-    """Return the memory of a contiguous CPU tensor as mpi4py takes it."""
+    """Return the memory of a contiguous CPU tensor as an mpi4py buffer."""
     return address(tensor.data_ptr(), tensor.nbytes)
 
 
 def array_on(memory: Any, count: int, dtype: Any, start: int = 0) -> Any:
-    """Return so many elements of some memory as an array, which keeps it; NumPy's ``frombuffer`` takes longer."""
+    """Return elements in memory as an array that keeps the memory; NumPy's ``frombuffer`` takes longer."""
     return np.ndarray(count, dtype, memory, start)
 
 
@@ -60,15 +60,15 @@ def message(tensor: torch.Tensor) -> list[Any]:
 
 
 CUTS = MPI.get_vendor()[0] != "Open MPI"  # whether MPI cuts a message that is longer than its buffer
-_nowhere = MPI.buffer.allocate(1)  # for the byte too many of a message that is to be empty
+_nowhere = MPI.buffer.allocate(1)  # for the extra byte of a message that should be empty
 
 
 def landing(tensor: torch.Tensor) -> list[Any]:
     """Return the memory of a contiguous CPU tensor as the buffer of a receive that writes nothing past it.
 
-    Open MPI writes a large message whole to memory that is one run (``receives``). Two runs of which the second begins
-    where the first does are not; what is written twice then is only the memory of a receive that fails. How long the
-    message was is to be asked of its status: up to twice the tensor it is no error to MPI.
+    Open MPI writes a too long message whole if the buffer is one contiguous run (``receives``). Here it is two runs
+    that begin at the same place; a message that is too long then writes this memory twice, and nothing else. Its length
+    must be read from the status: up to twice the tensor it is not an error to MPI.
     """
     nbytes = tensor.nbytes
     if CUTS:
@@ -79,7 +79,7 @@ def landing(tensor: torch.Tensor) -> list[Any]:
 
 
 class Descriptions(dict[tuple[int, int], list[Any]]):
-    """What describes memory to MPI, of the last places and bytes: loops use the same memory again, or some in turn.
+    """Descriptions of memory for MPI, by place and bytes: loops use the same memory again, or some in turn.
 
     To make a description takes 0.4 µs, to find one 0.1.
     """
@@ -89,7 +89,7 @@ class Descriptions(dict[tuple[int, int], list[Any]]):
         self._describe = describe
 
     def add(self, place: tuple[int, int], tensor: torch.Tensor) -> list[Any]:
-        """Keep and return what describes a tensor at a place."""
+        """Add and return the description of a tensor at a place."""
         if len(self) >= PLACES_KEPT:
             self.clear()
         self[place] = made = self._describe(tensor)
@@ -98,7 +98,7 @@ class Descriptions(dict[tuple[int, int], list[Any]]):
 
 @cache
 def folded(nbytes: int) -> MPI.Datatype:
-    """Return a datatype of which a second one begins where the first does (MPI 5.1.7); kept."""
+    """Return a datatype whose second repetition begins where the first does (MPI 5.1.7); kept."""
     count, piece = run(nbytes)
     whole = piece.Create_contiguous(count)
     made = whole.Create_resized(0, 0).Commit()
@@ -127,10 +127,10 @@ def block(nbytes: int) -> MPI.Datatype:
 
 
 def starts_of(tensor: torch.Tensor | TensorList, sizes: Sequence[int]) -> list[int]:
-    """Return the address of each share of so many bytes: one after another in a tensor, or the tensors of a list."""
+    """Return the address of each share of these bytes: one after another in a tensor, or the tensors of a list."""
     return tensor.addresses if isinstance(tensor, TensorList) else shifted(tensor.data_ptr(), sizes)
 
 
 def shifted(place: int, sizes: Sequence[int]) -> list[int]:
-    """Return the address of each share of so many bytes, one after another from a place on."""
+    """Return the address of each share of these bytes, one after another from a place on."""
     return list(accumulate(sizes[:-1], initial=place))

@@ -1,14 +1,14 @@
-"""All-to-all exchange: a share of its own from each rank to each other rank, by one MPI function whatever the shares.
+"""All-to-all exchange: a share from each rank to each other rank, by one MPI function for shares of any sizes.
 
-Which of MPI_Alltoall and MPI_Alltoallv would do depends on the counts of one rank, and ranks that chose differently
-would wait for each other for ever. So three ranks and more call MPI_Alltoallw (MPI 6.8), and two exchange one message
-each by MPI_Sendrecv (MPI 3.10). How this rank describes a share to MPI is its own affair: as a count of bytes if a C
-int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI and 5.7
-in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
+The choice between MPI_Alltoall and MPI_Alltoallv would depend on the counts of one rank, and ranks that chose
+differently would wait for each other forever. So three ranks and more call MPI_Alltoallw (MPI 6.8), and two exchange
+one message each by MPI_Sendrecv (MPI 3.10). How a rank describes a share to MPI is a local matter: as a count of bytes
+if a C int holds it, else as a derived datatype (MPI 5.1). On 2 ranks and 64 B, MPI_Alltoallw takes 3.9 µs in Open MPI
+and 5.7 in MPICH, MPI_Alltoall 2.3 and 5.2, MPI_Sendrecv and the copy of a rank's own share 2.5 and 3.5.
 
-Open MPI writes a share that is longer than its receiver expects whole (``receives``), and in 4.1.4 that receiver stays
-in MPI (``ompi_request_default_wait_all``). So there each exchange compares the shares first if nothing else has
-(HPCDIST_CHECK_CALLS=0).
+Open MPI writes a share that is longer than its receiver expects whole (``receives``), and in 4.1.4 that receiver never
+returns from MPI (``ompi_request_default_wait_all``). So there each exchange compares the shares first, unless the check
+of calls has done so (HPCDIST_CHECK_CALLS=0).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from hpcdist.core.buffers import TensorList, do_overlap
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.table import Counts, scaled
 
-TAG = 1  # on the private duplicate, where objects travel with 0
-COPY_MAX = 1 << 18  # bytes that are copied without releasing the GIL, which takes 0.5 µs less
+TAG = 1  # on the private duplicate, on which objects have tag 0
+COPY_MAX = 1 << 18  # bytes up to which a copy keeps the GIL, which saves 0.5 µs
 ALL = slice(None)
 
 
 class Exchange:
-    """The exchanges of one communicator, by one MPI function whatever this rank's shares are."""
+    """The exchanges of one communicator, by one MPI function for shares of any sizes."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -47,11 +47,10 @@ class Exchange:
     ) -> list[str]:
         """Send each rank its share of one tensor and receive one from each into another; every rank calls.
 
-        Shares lie one after another or each where it lies; the memory of ``recv`` is not ``send``'s. ``counts`` are the
-        elements to and from each rank, None for equal shares.
-        If ``is_new``, on all ranks alike, each pair of ranks compares its shares first, by one more exchange of two
-        numbers, because nothing else does. Shares that differ are left out, and returned in words. If this rank's share
-        for itself differs, of which the others know nothing, MismatchError is raised.
+        Shares lie one after another, or are a list's tensors; ``recv`` shares no memory with ``send``. ``counts`` are
+        the elements to and from each rank, None for equal shares. With ``is_new``, the same on all ranks, each pair of
+        ranks compares its shares first, by one more exchange of two numbers. Shares that differ are skipped, and
+        returned as text. MismatchError if this rank's share for itself differs, which only this rank knows.
         """
         size = self._size
         if counts is None:
@@ -62,7 +61,7 @@ class Exchange:
         ways = self._compare(sent, received) if is_new else []
         rank = self._rank
         to_self, from_self = sent[rank], received[rank]
-        if to_self != from_self:  # raised once the others have their shares: MPI would end the call on this rank only
+        if to_self != from_self:  # after the others got their shares: MPI would end the call here only
             sent[rank] = received[rank] = 0
         self.move(sources, sent, targets, received)
         if to_self != from_self and not ways:
@@ -73,7 +72,7 @@ class Exchange:
         return ways
 
     def _compare(self, sent: list[int], received: list[int]) -> list[str]:
-        """Compare bytes to and from each rank with what they say; those that differ become 0 on both."""
+        """Compare the bytes to and from each rank with its own; different ones become 0 on both."""
         mine = array("q", [number for pair in zip(sent, received, strict=True) for number in pair])
         theirs, ways = array("q", bytes(8 * len(mine))), []
         self._comm.Alltoall([mine, MPI.INT64_T], [theirs, MPI.INT64_T])
@@ -88,7 +87,7 @@ class Exchange:
         return ways
 
     def send_each(self, sources: list[int], sent: list[int], targets: list[int], received: list[int]) -> None:
-        """Do what ``move`` does by a message for each share: of large ones on MPICH 0.7 of its time (3 ranks)."""
+        """Do the same as ``move`` by a message for each share: for large ones on MPICH in 0.7 of its time (3 ranks)."""
         private, rank = self._communicator.open_private(), self._rank
         others = [(rank + step) % self._size for step in range(1, self._size)]
         requests = [
@@ -102,7 +101,7 @@ class Exchange:
             request.Wait()
 
     def move(self, sources: list[int], sent: list[int], targets: list[int], received: list[int]) -> None:
-        """Send so many bytes to each rank from an address each, and receive others likewise; every rank calls."""
+        """Send each rank bytes from an address, and receive from each likewise; every rank calls."""
         rank, other = self._rank, 1 - self._rank
         if self._size != 2:
             with ExitStack() as made:
@@ -114,7 +113,7 @@ class Exchange:
         memmove(targets[rank], sources[rank], sent[rank])  # releases the GIL
 
     def prepared(self, send: Any, recv: Any, counts: Counts | None) -> Prepared | None:
-        """Return what exchanges shares as one call of MPI, with a copy of a rank's own if there are two; None else."""
+        """Return how to exchange shares by one call of MPI (two ranks also copy their own share), or None."""
         size, rank, itemsize = self._size, self._rank, send.itemsize
         are_lists = isinstance(send, TensorList), isinstance(recv, TensorList)
         is_even = counts is None or len({*counts[0], *counts[1]}) == 1
@@ -142,7 +141,7 @@ class Exchange:
             else:
                 sources, targets = shifted(places[0], sent), shifted(places[1], received)
             ordered = sorted((*sources, *targets))
-            are_apart = is_even and min(map(sub, ordered[1:], ordered)) >= sent[0]  # as nearly always
+            are_apart = is_even and min(map(sub, ordered[1:], ordered)) >= sent[0]  # the usual case
             if not are_apart and do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):
                 return None, count
             if size != 2:
@@ -150,7 +149,7 @@ class Exchange:
                 return (None if read is None or written is None else (read, written)), count
             own = targets[rank], sources[rank], sent[rank]
             return (
-                self._communicator.open_private().Sendrecv,  # which the first exchange makes
+                self._communicator.open_private().Sendrecv,  # the first exchange makes it
                 (address(sources[other], sent[other]), BYTE), (address(targets[other], received[other]), BYTE),
                 *((memmove, *own) if own[2] > COPY_MAX else (setitem, address(own[0], own[2]), ALL, address(*own[1:]))),
             ), count  # fmt: skip
@@ -167,7 +166,7 @@ class Exchange:
 
 
 def together(addresses: Sequence[int], lengths: list[int]) -> list[Any] | None:
-    """Return the memory in which shares lie that begin at some addresses, and their layout; None if it is too large."""
+    """Return the memory that contains all shares, and their layout in it; None if it is too large."""
     low = min(addresses)
     offsets = [place - low for place in addresses]
     span = max(map(add, offsets, lengths))
@@ -175,7 +174,7 @@ def together(addresses: Sequence[int], lengths: list[int]) -> list[Any] | None:
 
 
 def spread(addresses: Sequence[int], lengths: list[int], made: ExitStack) -> list[Any]:
-    """Return the same of shares of any size; ``made`` frees the datatypes that describe large ones."""
+    """Return the same for shares of any size; ``made`` frees the datatypes of large ones."""
     small = together(addresses, lengths)
     if small is not None:
         return small

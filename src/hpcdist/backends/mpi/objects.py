@@ -1,13 +1,13 @@
 """Object collectives over MPI: pickle protocol 5 with out-of-band buffers.
 
-Arrays inside an object are sent from where they are, not copied into the pickle, and may be larger than 2 GiB. What MPI
-moves are bytes (``parts``), so that the receiver decides how they are read: a call with ``weights_only`` unpickles
+Arrays inside an object are sent from their own memory, not copied into the pickle, and may be larger than 2 GiB. MPI
+moves bytes only (``parts``), so that the receiver decides how they are read: a call with ``weights_only`` unpickles
 nothing that could run code.
 
 Gathering small objects, such as a dict of settings or losses, is one MPI_Allgather of slots of one size. A slot that
-begins with a zero says that its object needs more, could not be pickled, or is for ``weights_only``, so that all ranks
-see alike whether another round follows, and how large its slots are. An object is pickled before anyone else is asked,
-so that nobody waits for a rank that cannot. Each collective is checked as those on tensors are (``call_check``).
+begins with a zero belongs to an object that needs more room, could not be pickled, or is for ``weights_only``, so that
+all ranks know whether another round follows, and how large its slots are. An object is pickled before the first
+message, so that no rank waits for one that cannot. Each collective is checked like those on tensors (``call_check``).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
 
 LARGEST_SLOT = 4096  # bytes
 SAID = {name: what(name) for name in OBJECTS}
-_head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that it needs, 0 where that says nothing
+_head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that the object needs, or 0
 _loads = pickle.loads
 
 
 class Slots:
-    """The slots of one size that objects are gathered in, which all ranks of a group change alike."""
+    """The size of the slots in which objects are gathered; all ranks of a group change it alike."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.each = struct.Struct(f"{size}s").iter_unpack
 
     def grown(self, gathered: bytearray) -> Slots:
-        """Return the slots that hold what these did not, or these if it has to go in another way."""
+        """Return slots with room for objects that did not fit into these, or these if objects need another way."""
         heads = [_head.unpack_from(gathered, at)[0] for at in range(0, len(gathered), self.size) if not gathered[at]]
         return Slots(1 << (max(heads) - 1).bit_length()) if 0 < min(heads) <= max(heads) <= LARGEST_SLOT else self
 
@@ -75,7 +75,7 @@ class MPIObjects(Objects):
         return self.check.make(SAID[name] + root * ROOT, 0, partial(carry_out, value, root, weights_only))
 
     def stand_in(self, name: str, root: int) -> None:
-        """Take part in a collective of other ranks with nothing; a root of a scatter has that for each of them."""
+        """Take part in a collective of other ranks with an empty object; as root of a scatter with one for each."""
         getattr(self, f"_{name}")([None] * self._size if name == "scatter_object" else None, root, False)
 
     def _all_gather_object(self, value: Any, code: int, weights_only: bool) -> list[Any]:
@@ -99,7 +99,7 @@ class MPIObjects(Objects):
     def _gather_slots(self, data: bytes, is_in_slot: bool) -> tuple[Slots, bytearray]:
         slots = self._slots
         size = slots.size
-        if is_in_slot and len(data) <= size:  # a pickle does not mind what follows its end
+        if is_in_slot and len(data) <= size:  # a pickle ignores bytes after its end
             slot = data.ljust(size)
         else:
             slot = _head.pack(len(data) if is_in_slot else 0).ljust(size)

@@ -1,6 +1,6 @@
-"""Messages of several buffers over MPI: their lengths first, then the bytes of each, from where they are.
+"""Messages of several buffers over MPI: first their lengths, then the bytes of each, without a copy.
 
-What arrives are bytes and nothing else: nothing is unpickled here.
+Received data stays bytes: nothing is unpickled here.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.datatypes import BYTE, run
 
 Parts = Sequence[Any]  # buffers, each of any number of bytes
-HEAD = 16  # numbers in the head of a broadcast: how many parts there are, and the lengths of those that have room
+HEAD = 16  # numbers in the head of a broadcast: the number of parts, and the lengths of the first ones
 
 
 def of(part: Any) -> list[Any]:
-    """Return a part as the buffer of an MPI call."""
+    """Return a part as a buffer for MPI."""
     view = memoryview(part)
     return [view, *run(view.nbytes)]
 
 
 def lengths_of(parts: Parts) -> array[int]:
-    """Return the bytes of each part, as they travel."""
+    """Return the lengths of the parts, in bytes, as an array to send."""
     return array("q", [memoryview(part).nbytes for part in parts])
 
 
 def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
-    """Hand the root's parts, None elsewhere, to all ranks by MPI_Bcast (MPI 6.4)."""
+    """Send the root's parts, None elsewhere, to all ranks by MPI_Bcast (MPI 6.4)."""
     sent = lengths_of(parts or ())
     head = array("q", [len(sent), *sent[: HEAD - 1], *[0] * HEAD][:HEAD])
     comm.Bcast((head, BYTE), root)
@@ -45,7 +45,7 @@ def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
 
 
 def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[Any]:
-    """Send parts by a communicator's Send or Isend; return what it returned, and the table that must live as long."""
+    """Send parts by a communicator's Send or Isend; return its results, and the table that must live as long."""
     table = lengths_of(parts)
     return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
 
@@ -56,7 +56,7 @@ def probe(comm: MPI.Intracomm, src: int, tag: int) -> tuple[MPI.Message, MPI.Sta
 
 
 def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | None, tag: int) -> tuple[Parts, int]:
-    """Receive parts, each matched by a function; return them and their sender. One thread at a time may receive."""
+    """Receive parts, matched by a function; return them and their sender. One thread at a time may receive."""
     message, status = match(src, tag)
     sender, table = status.Get_source(), array("q", bytes(status.Get_count(BYTE)))
     message.Recv((table, BYTE))
@@ -67,7 +67,7 @@ def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | Non
 
 
 def deliver(comm: MPI.Intracomm, given: Mapping[int, Parts], sources: Iterable[int]) -> list[Parts]:
-    """Send parts to some ranks by messages, and return what some ranks have sent to this one, in other memory."""
+    """Send parts to some ranks by messages, and return the parts received from some ranks, in new memory."""
     rank, size, match = comm.rank, comm.size, partial(probe, comm)
     others = sorted(given.keys() - {rank}, key=lambda dst: (dst - rank) % size)  # not all to the same one at once
     sent = [send(comm.Isend, given[dst], dst, 0) for dst in others]
@@ -77,7 +77,7 @@ def deliver(comm: MPI.Intracomm, given: Mapping[int, Parts], sources: Iterable[i
 
 
 def finish(sent: list[list[Any]]) -> None:
-    """Wait until parts were sent, request by request.
+    """Wait until parts have been sent, request by request.
 
     On a revoked communicator Open MPI 5.0.11's Testsome, Testany and Waitall free a request whose message is still on
     its way, and when that ends with an error Open MPI aborts the job ("Send error after request freed").

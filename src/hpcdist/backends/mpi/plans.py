@@ -1,7 +1,7 @@
-"""Plan cache: how the collectives of one row, dtype and op are carried out on one communicator.
+"""Plan cache: how one communicator carries out the collectives of each row, dtype and op.
 
-A plan follows from what every rank of the group knows: the row, the dtype, the op, the number of ranks, the MPI
-library, the nodes' layout and the thresholds that the ranks have agreed on. Nothing of one rank's tensors or process
+A plan follows from facts that every rank of the group knows: the row, the dtype, the op, the number of ranks, the MPI
+library, the nodes' layout and the thresholds on which the ranks have agreed. No fact of one rank's tensors or process
 enters it, so ranks never make different calls (``core.call_cache`` keeps what follows from this rank's tensors).
 """
 
@@ -29,14 +29,14 @@ class Plan:
     """How a row, dtype and op are carried out."""
 
     kind: tuple[Row, torch.dtype, Any]
-    reduction: Reduction | None  # MPI's datatype and op, and what surrounds the call; None for rows that move
-    said: int  # what the call board has of it (``node.call_board``), without root
-    # bytes of the larger buffer from which on the call goes through the memory of the nodes; grows when these are known
+    reduction: Reduction | None  # MPI's datatype and op, and the steps around the call; None for rows that move
+    said: int  # its word on the call board (``node.call_board``), without root
+    # bytes of the larger buffer from which the call goes through the memory of the nodes; may grow when these are known
     shared_from: int
 
 
 class Plans:
-    """The plans of one communicator, of so many ranks; the thresholds are the same on all of them."""
+    """The plans of one communicator; the thresholds are the same on all of its ranks."""
 
     def __init__(self, size: int, thresholds: Thresholds) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class Plans:
         self._with_factors: dict[tuple[Row, torch.dtype], Plan] = {}  # whatever they are
 
     def of(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
-        """Return a plan, which is made once; raise if the op has no meaning for the dtype (``reduction.check``)."""
+        """Return a plan, made once; raise if the op has no meaning for the dtype (``reduction.check``)."""
         return self._made.get((row, dtype, id(op))) or self._make(row, dtype, op)
 
     def _make(self, row: Row, dtype: torch.dtype, op: Any) -> Plan:
@@ -57,7 +57,7 @@ class Plans:
             return found
         reduction = plan(row, dtype, op) if row.reduces else None
         made = Plan((row, dtype, PREMUL_SUM if has_factor else op), reduction, what(row.name, dtype, op), NEVER)
-        # only the members of RedOpType live for ever; the address of any other object may be used again
+        # only the members of RedOpType live forever; the address of any other object may be used again
         if op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name)):
             made.shared_from = self._shared_from(*made.kind)
             self._made[row, dtype, id(op)] = made
@@ -76,11 +76,11 @@ class Plans:
             each.shared_from = self._shared_from(*each.kind)
 
     def locate(self, nodes: int, ranks_per_node: int) -> None:
-        """Take note of the number of nodes, and of ranks on each (0 if they differ), the same on all ranks."""
+        """Set the number of nodes, and of ranks on each (0 if they differ), the same on all ranks."""
         self.nodes, self.ranks_per_node = nodes, ranks_per_node
         self._update()
 
     def give_up_window(self) -> None:
-        """Take note that some node cannot share memory: MPI carries out all calls."""
+        """Leave all calls to MPI, because a node cannot share memory."""
         self._has_window = False
         self._update()

@@ -48,7 +48,7 @@ class PointToPoint:
         communicator, nbytes = self._communicator, tensor.nbytes
         receives, status, request = communicator.receives, MPI.Status(), None
         try:
-            if nbytes <= LARGE and (src is not None or receives.posts_anyone) and not receives.waiting:  # as ``irecv``
+            if nbytes <= LARGE and (src is not None or receives.posts_anyone) and not receives.waiting:  # ``irecv``
                 place = tensor.data_ptr(), nbytes
                 buffer = self._received.get(place) or self._received.add(place, tensor)
                 request = self._comm.Irecv(buffer, ANYONE if src is None else src, tag)
@@ -58,7 +58,7 @@ class PointToPoint:
             request.Wait(status)
         except MPI.Exception as error:
             raise communicator.failed_receive("recv", error, status, nbytes) from error
-        except BaseException:  # Ctrl-C, which the watchdog may have cancelled the receive for
+        except BaseException:  # Ctrl-C, for which the watchdog may have cancelled the receive
             if request is not None:
                 with suppress(MPI.Exception):
                     request.Cancel()
@@ -86,7 +86,7 @@ class PointToPoint:
         communicator, nbytes = self._communicator, tensor.nbytes
         receives = communicator.receives
         try:
-            # the short way, for latency
+            # shorter, for latency
             if nbytes <= LARGE and (src is not None or receives.posts_anyone) and not receives.waiting:
                 place = tensor.data_ptr(), nbytes
                 buffer = self._received.get(place) or self._received.add(place, tensor)
@@ -99,9 +99,9 @@ class PointToPoint:
 
 
 class MessageSet:
-    """Messages to and from some ranks on memory that stays, exchanged by MPI_Isend, MPI_Irecv and MPI_Wait (MPI 3.7).
+    """Messages to and from some ranks on fixed memory, exchanged by MPI_Isend, MPI_Irecv and MPI_Wait (MPI 3.7).
 
-    Each receive is waited for by itself, so that past the timeout it can be cancelled; the others are cancelled then.
+    Each receive has a wait of its own, so that past the timeout it can be cancelled; then the others are cancelled too.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class MessageSet:
         tag: int,
     ) -> None:
         self._communicator, self._begun, self._tag = communicator, begun, tag
-        # the tensor, what MPI takes of it, its bytes, the peer, and the journal's words
+        # the tensor, its buffer for MPI, its bytes, the peer, and the words of the record
         self._receives = []
         for tensor, peer in recvs:
             nbytes = tensor.nbytes
-            buffer = landing(tensor) if CUTS or nbytes <= LARGE else None  # else it may have to be matched
+            buffer = landing(tensor) if CUTS or nbytes <= LARGE else None  # else it may need a matched receive
             self._receives.append((tensor, buffer, nbytes, peer, tensor.shape, tensor.dtype))
         self._sends = [(tensor, message(tensor), peer, tensor.shape, tensor.dtype) for tensor, peer in sends]
 
@@ -144,7 +144,7 @@ class MessageSet:
             journal.messages = number = journal.messages + 1  # ``Journal.message`` without a call, for latency
             records.append(record := (journal, number, "irecv", shape, dtype, peer))
             push(record)
-            if buffer is not None and not receives.waiting:  # the short way, for latency
+            if buffer is not None and not receives.waiting:  # shorter, for latency
                 requests.append(receive(buffer, peer, tag))
             else:
                 requests.append(receives.begin(tensor, peer, tag))
@@ -155,11 +155,11 @@ class MessageSet:
             requests.append(send(buffer, peer, tag))
 
     def _end(self, journal: Journal, records: list[tuple[Any, ...]], requests: list[Any]) -> Exception | None:
-        """Wait for the messages; return the error of one that was too long, after which the others still come."""
+        """Wait for the messages; return the error of one that was too long: the others are still received."""
         communicator, status, failure = self._communicator, MPI.Status(), None
         for record, request, (_, _, nbytes, *_) in zip(records, requests, self._receives, strict=False):
             try:
-                if not request.Test(status):  # once one has come, most others have
+                if not request.Test(status):  # once one has come, most others have too
                     communicator.receiving[get_ident()] = token = Token(request)
                     try:
                         journal.run(record, request.Wait, status)
@@ -194,15 +194,15 @@ class MessageSet:
 class RequestWork(Work):
     """An MPI_Isend or MPI_Irecv under way; it holds the buffer until the request is complete.
 
-    The result is a receive's tensor, empty of a send; ``finish`` follows when the message has ended.
+    The result is the tensor of a receive, empty for a send; ``finish`` runs when the message has ended.
     """
 
     __slots__ = ("_buffer", "_communicator", "_request", "_room", "_status", "_turn", "_when_done")
 
-    _has_ended = False  # though nobody has completed the request
-    _is_driven = False  # by the progress thread, which has the turn meanwhile
-    _reason: str | None = None  # why it was cancelled
-    _after: tuple[str, float] | None = None  # why the group has ended, and the seconds that a wait may take since then
+    _has_ended = False  # although no thread has completed the request
+    _is_driven = False  # set by the progress thread, which has the turn meanwhile
+    _reason: str | None = None  # the reason of a cancellation
+    _after: tuple[str, float] | None = None  # why the group has ended, and the seconds that a wait may take then
 
     def __init__(
         self,
@@ -225,20 +225,20 @@ class RequestWork(Work):
             self._result, self._status = [buffer], MPI.Status()
         self._turn = allocate_lock()  # one thread at a time may complete a request (MPI 11.6.2)
         unfinished = communicator.unfinished
-        if len(unfinished) >= unfinished.limit:  # as ``hold``, without a call, for latency
+        if len(unfinished) >= unfinished.limit:  # the same as ``hold``, without the call, for latency
             unfinished.sweep()
         unfinished[self] = None
         if PROGRESS.is_asleep:
             PROGRESS.wake()
 
     def _carry_out(self) -> bool:
-        """Complete the request, if no other thread does; it blocks as ``_await`` and ``_block`` do."""
+        """Complete the request, if no other thread does; blocks as ``_await`` and ``_block`` do."""
         call, turn = self._call, self._turn
         if call is None or not turn.acquire(False):
             return self._done
         try:
             if not self._done:
-                self._complete(self._request.Test)  # most have ended; to say that a call blocks would double the cost
+                self._complete(self._request.Test)  # most have ended; to record a blocked call would double the cost
                 if not self._done:
                     call[0].run(call, self._complete, self._request.Wait, self)
         finally:
@@ -262,7 +262,7 @@ class RequestWork(Work):
         self._call, self._after = None, (reason, seconds)
 
     def _poll(self) -> None:
-        if self._turn.acquire(self._is_driven):  # not if another thread waits
+        if self._turn.acquire(self._is_driven):  # not while another thread waits
             try:
                 if not self._done:
                     self._complete(self._request.Test)
@@ -278,7 +278,7 @@ class RequestWork(Work):
         self._is_driven = True
         try:
             self._has_ended = self._done or self._request.Get_status()
-        except MPI.Exception:  # raised again for who waits
+        except MPI.Exception:  # raised again in the wait
             self._has_ended = True
         finally:
             self._is_driven = False
@@ -286,7 +286,7 @@ class RequestWork(Work):
         return not self._has_ended
 
     def _interrupt(self, reason: str) -> bool:
-        """Cancel a receive, which ends its wait (MPI 3.8.4), once: see ``Token``; a send cannot be taken back."""
+        """Cancel a receive, which ends its wait (MPI 3.8.4), once: see ``Token``; a send cannot be cancelled."""
         if not self._result:
             return False
         if self._reason is None:

@@ -2,9 +2,9 @@
 
 MPI need not move messages outside its calls (MPI 3.7.4), and neither Open MPI nor MPICH does. While a rank that has
 begun to receive computes, or waits for a file, a store or a GPU, the sender of a large message blocks; if the rank
-waits for what that sender does next, both wait for ever. So a thread drives MPI while messages are under way, or a
-window is open to which a one-sided call may be a message. It completes none: what follows a message (a copy, an error)
-happens on the thread that waits for it.
+waits for that sender's next step, both wait forever. So a thread drives MPI while messages are under way, or a window
+is open to which a one-sided call may be a message. It completes no request: the steps after a message (a copy, an
+error) run on the thread that waits for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mpi4py import MPI
 
 from hpcdist.core import shutdown
 
-LOOK_SECONDS = 2e-3  # between two looks; shorter naps of many ranks can starve a crowded machine (``core.waiting``)
-IDLE_LOOKS = 8  # with no message under way, before the thread sleeps until one begins: to wake it takes 20 µs
+LOOK_SECONDS = 2e-3  # seconds between two polls; shorter naps can starve a crowded machine (``core.waiting``)
+IDLE_LOOKS = 8  # polls without a message under way before the thread sleeps until one begins: to wake it takes 20 µs
 
 
 class Progress:
-    """The thread of this process, and whose messages it looks after."""
+    """The progress thread of this process, and the sources of messages that it drives."""
 
     def __init__(self) -> None:
-        self.is_asleep = True  # so that ``wake`` is to be called after a message was begun
+        self.is_asleep = True  # then ``wake`` must be called when a message begins
         self._sources: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()  # held while the thread is in MPI
         self._alarm = threading.Event()
@@ -35,7 +35,7 @@ class Progress:
         self._is_stopped = False
 
     def follow(self, source: Any) -> None:
-        """Look after the messages of a source as long as it exists; ``wake`` says that it has some.
+        """Drive the messages of a source as long as it exists; ``wake`` announces a message.
 
         Its ``drive`` drives MPI if a message is under way, or may be, and tells whether one is.
         """
@@ -43,18 +43,18 @@ class Progress:
             self._sources.add(source)
 
     def leave(self, source: Any) -> None:
-        """Look after a source no more: the thread, while it looks, would keep what refers to itself alive."""
+        """Stop driving a source: otherwise the thread may keep an object that refers to itself alive."""
         with self._lock:
             self._sources.discard(source)
 
     def wake(self) -> None:
-        """Have the thread look after messages, if this MPI takes calls of several threads."""
+        """Wake the thread, if this MPI allows calls of several threads."""
         self.is_asleep = False
         with self._lock:
             if self._thread is None and not self._is_stopped and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 self._thread = threading.Thread(target=self._serve, name="hpcdist-progress", daemon=True)
                 key = MPI.Comm.Create_keyval(delete_fn=self.stop)
-                MPI.COMM_SELF.Set_attr(key, None)  # MPI_Finalize begins with deleting it (MPI 11.2.4)
+                MPI.COMM_SELF.Set_attr(key, None)  # MPI_Finalize deletes it first (MPI 11.2.4)
                 self._thread.start()
         self._alarm.set()
 
@@ -65,7 +65,7 @@ class Progress:
         self._alarm.set()
 
     def leave_to_parent(self) -> None:
-        """Make no calls of MPI, in a forked child, which has not the thread: it may have held the lock."""
+        """Make no calls of MPI in a forked child, which lacks the thread; that may have held the lock."""
         self._lock = threading.Lock()
         self._is_stopped, self.is_asleep = True, False
 
@@ -95,5 +95,5 @@ class Progress:
 PROGRESS = Progress()
 shutdown.register(
     shutdown.Stage.PROGRESS, PROGRESS.stop
-)  # before the end of Python ends the thread in the middle of a call
+)  # before the end of Python stops the thread in the middle of a call
 os.register_at_fork(after_in_child=PROGRESS.leave_to_parent)

@@ -1,16 +1,16 @@
 """Receives of one communicator: posted to MPI, or matched by a probe once the message has come (MPI 3.8.2).
 
-Nothing is written past a tensor. MPICH cuts a message that is longer than its buffer. Open MPI writes one above its
-eager limit whole, if the buffer is one run of memory; so a receive there is described as two runs at one place, which
-it unpacks and cuts. That takes up to twice the time for large messages, which are matched instead: their length is
-known before they are received.
+No receive writes past its tensor. MPICH cuts a message that is longer than its buffer. Open MPI writes one above its
+eager limit whole, if the buffer is one run of memory; so its receives are described as two runs at one place, for which
+it unpacks and cuts the message. That takes up to twice the time for large messages, which are matched instead: their
+length is known before they are received.
 
 Under MPICH and ULFM a receive from anyone is matched. MPICH 5.0.2 over UCX never ends one that is posted after its
 message has come from another node (2 + 2 and 1 + 2 ranks over TCP, plain mpi4py); a probe finds that message. ULFM
-leaves a posted one as it is after a death (MPI_ERR_PROC_FAILED_PENDING), so that it might write to its memory later.
+keeps a posted one after a death (MPI_ERR_PROC_FAILED_PENDING), so that it might write to its memory later.
 
-MPI knows nothing of a matched receive until its message is there. While nobody waits for it, the progress thread looks.
-If MPI allows no such thread all are posted, since a sender may wait for this rank in another call.
+MPI does not know of a receive that will be matched. While no thread waits for it, the progress thread probes for its
+message. If MPI allows no such thread all are posted, since a sender may wait for this rank in another call.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.waiting import wait_until
 
-PROBES = 1000  # before the first nap of a wait
+PROBES = 1000  # probes before the first nap of a wait
 LARGE = 1 << 15  # bytes, above which a receive is matched if MPI does not cut
 ANYONE = MPI.ANY_SOURCE
 
 
 class MatchedReceive:
-    """A receive that begins once its message is there; in place of an MPI_Request.
+    """A receive that begins once its message has come; has the methods of an MPI_Request.
 
-    The message goes to the tensor, unless it is longer; without one it is matched, and no more.
+    The message goes to the tensor, unless it is longer; without a tensor it is only matched.
     """
 
     def __init__(self, queue: Receives, tensor: torch.Tensor | None, source: int, tag: int) -> None:
         self._queue = queue
         self.tensor, self.source, self.tag = tensor, source, tag
-        self.status = MPI.Status()  # where a probe describes the message
-        self.message: MPI.Message | None = None  # the matched one
-        self.request: MPI.Request | None = None  # what receives it
-        self.error: MPI.Exception | None = None  # why there is none
-        self.is_cancelled = False  # whether it was given up
+        self.status = MPI.Status()  # the status of the probe
+        self.message: MPI.Message | None = None  # the matched message
+        self.request: MPI.Request | None = None  # the request that receives it
+        self.error: MPI.Exception | None = None  # the error in place of a request
+        self.is_cancelled = False  # whether it was cancelled
 
     def takes(self, source: int, tag: int) -> bool:
         """Tell whether a message from a rank, or from anyone, may be for this receive, if no earlier one takes it."""
         return self.tag == tag and (self.source == source or ANYONE in (source, self.source))
 
     def begin(self, matched: MPI.Message) -> None:
-        """Begin to receive a matched message, elsewhere if it is longer than the tensor, so that its sender goes on."""
+        """Begin to receive a matched message, into other memory if it is too long, so that its sender goes on."""
         if self.tensor is not None:
             length = self.status.Get_elements(BYTE)
             buffer = message(self.tensor)
@@ -58,10 +58,10 @@ class MatchedReceive:
                 self._spare = MPI.buffer.allocate(length)
                 buffer = [self._spare, *run(length)]
             self.request = matched.Irecv(buffer)
-        self.message = matched  # last: a thread that waits looks for it without the lock, and then asks the request
+        self.message = matched  # set last: a waiting thread reads it without the lock, and then tests the request
 
     def is_matched(self) -> bool:
-        """Tell whether the message has been matched; look for it otherwise."""
+        """Tell whether the message has been matched; probe for it otherwise."""
         if self.message is None:
             self._queue.match()
             if self.error is not None:
@@ -69,14 +69,14 @@ class MatchedReceive:
         return self.message is not None
 
     def Test(self, status: MPI.Status) -> bool:
-        """Tell whether the message has been received; look for it otherwise."""
+        """Tell whether the message has been received; probe for it otherwise."""
         if self.is_cancelled:
             status.Set_cancelled(True)
             return True
         return self.is_matched() and bool(self.request.Test(status))  # type: ignore[union-attr]  # it has a tensor
 
     def Get_status(self) -> bool:
-        """Tell whether the message has been received, or the receive was cancelled; look for it otherwise."""
+        """Tell whether the message has been received, or the receive was cancelled; probe for it otherwise."""
         return self.is_cancelled or (self.is_matched() and self.request.Get_status())  # type: ignore[union-attr]
 
     def Wait(self, status: MPI.Status) -> bool:
@@ -89,22 +89,22 @@ class MatchedReceive:
 
 
 class Receives:
-    """The receives of one communicator, of which those to be matched wait here in the order in which they were made.
+    """The receives of one communicator; those that will be matched wait here in the order in which they were made.
 
-    Whoever was made first takes the first message that fits both (MPI 3.5). So while one waits, later ones for what it
-    may take wait behind it, though they could be posted.
+    The earlier of two receives gets the first message that fits both (MPI 3.5). So while one waits, later ones that fit
+    the same messages wait behind it, even if they could be posted.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self.posts_anyone = not CUTS and not ulfm.is_tolerant()  # whether a receive from anyone is posted
-        self.waiting: list[MatchedReceive] = []  # those to be matched
+        self.posts_anyone = not CUTS and not ulfm.is_tolerant()  # whether a receive from any source is posted
+        self.waiting: list[MatchedReceive] = []  # receives that will be matched
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def begin(self, tensor: torch.Tensor, src: int | None, tag: int, blocks: bool = False) -> Any:
-        """Begin to receive; return the request. ``blocks`` says that its rank does nothing until it has ended."""
+        """Begin to receive; return the request. ``blocks``: its rank waits for it at once."""
         source = ANYONE if src is None else src
         is_posted = (CUTS or tensor.nbytes <= LARGE) and (src is not None or self.posts_anyone)
         if is_posted or not (blocks or self._has_threads):
@@ -114,17 +114,17 @@ class Receives:
         return self._add(tensor, source, tag)
 
     def expect(self, src: int | None, tag: int) -> MatchedReceive:
-        """Wait for a message that no earlier receive takes, to match it only; to be cancelled if it has not come."""
+        """Begin a receive that only matches a message which no earlier one takes; can be cancelled until it comes."""
         return self._add(None, ANYONE if src is None else src, tag)
 
     def match(self) -> None:
-        """Give the messages that have come to the receives that they are for."""
+        """Match the messages that have come with the receives that wait."""
         with self._lock:
             while self.waiting and not self._is_closed and self._match_one():
                 pass
 
     def drop(self, receive: MatchedReceive) -> bool:
-        """Forget a receive; tell whether its message had not come."""
+        """Remove a receive; tell whether its message had not come."""
         with self._lock:
             if receive in self.waiting:
                 self.waiting.remove(receive)
@@ -132,7 +132,7 @@ class Receives:
         return False
 
     def close(self) -> None:
-        """Look for no more messages, before the communicator is freed."""
+        """Stop probing, before the communicator is freed."""
         with self._lock:
             self._is_closed = True
 
@@ -146,21 +146,21 @@ class Receives:
     def _match_one(self) -> bool:
         """Match a message; False if there is none.
 
-        What a receive finds may have come after those before it were asked, and be for one of them, or follow a message
-        that is. So it stays where it is then, and all are asked again.
+        A message that a receive's probe finds may have come after the earlier receives were probed, and fit one of
+        them, or follow one that does. So it is not matched then, and all receives are probed again.
         """
         for index, each in enumerate(self.waiting):
             status = each.status
             try:
                 source, tag = each.source, each.tag
-                if index:  # of the first there is nothing else to ask
+                if index:  # there is none before the first one
                     if not self._comm.Iprobe(source, tag, status):
                         continue
                     source, tag = status.Get_source(), status.Get_tag()
                     if any(earlier.takes(source, tag) for earlier in self.waiting[:index]):
                         return True
                 matched = self._comm.Improbe(source, tag, status)
-                if matched is None:  # it has not come, or a receive of another kind has taken it
+                if matched is None:  # it has not come, or a posted receive has taken it
                     continue
                 each.begin(matched)
             except MPI.Exception as error:

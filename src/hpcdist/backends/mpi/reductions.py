@@ -1,9 +1,9 @@
-"""Reductions over MPI: datatype, operation, and what surrounds the call, for every dtype and op.
+"""Reductions over MPI: datatype, operation, and the steps around the call, for every dtype and op.
 
-Native if MPI has the type and the op. Narrow floats are widened to float32, reduced natively and rounded once. Open MPI
+MPI's own type and op are used if it has them. Narrow floats are widened to float32, reduced and rounded once. Open MPI
 adds narrow integers as int32, and MPICH before 5.0 compares unsigned ones as signed ones of a wider type. MIN and MAX
-of floats compare integers of their order, because MPI leaves NaN undefined: on MPICH some ranks would get it and others
-a number. AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool uses MPI's logical ops.
+of floats compare integers of the same order, because MPI leaves NaN undefined: on MPICH some ranks would get NaN and
+others a number. AVG is a SUM and a division; PREMUL_SUM a multiplication and a SUM; bool uses MPI's logical ops.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ MPI_OPS = {
     "BOR": MPI.BOR,
     "BXOR": MPI.BXOR,
 }
-# of 8 and 16 bits, whose sums Open MPI's op/avx saturates: 200 + 100 is 255 in uint8 if it is one of 16 or 32 elements
+# integers of 8 and 16 bits; Open MPI's op/avx saturates their sums: in a vector of uint8, 200 + 100 is 255
 NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
-# MPICH before 4.1.2 and its children take MPI_IN_PLACE for an address at another root than 0, from 2 KiB on, and crash
-# (pmodels/mpich, issue 6540)
+# MPICH before 4.1.2 and its children take MPI_IN_PLACE for an address if the root is not rank 0, from 2 KiB on, and
+# crash (pmodels/mpich, issue 6540)
 READS_IN_PLACE = VERSION < (4, 1, 2) if VENDOR == "MPICH" else VENDOR not in ("Open MPI", "Intel MPI")
 # MPICH 4.0.2 takes unsigned integers for signed ones in MIN and MAX (pmodels/mpich, issues 6083 and 7507). A wider type
-# has their order; of 64 bits what ``Flipped`` makes has it
+# has their order; for 64 bits ``Flipped`` makes integers of that order
 COMPARES_AS_SIGNED = VERSION < (5,) if VENDOR == "MPICH" else READS_IN_PLACE
-# what MIN and MAX of floats compare; those of 8 bits, whose NaN lie elsewhere, are widened
+# the integers that MIN and MAX of floats compare; floats of 8 bits, whose NaN have other bits, are widened
 KEYS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -51,42 +51,43 @@ LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no
 
 
 def wide(dtype: torch.dtype, name: str) -> torch.dtype | None:
-    """Return the dtype in which MPI combines values by an op of a name, if it is not their own."""
+    """Return the dtype in which MPI combines values by an op, given by name, if it is not their own."""
     if dtype in NARROW and reduction.combining(dtype, name) == "SUM" and VENDOR == "Open MPI":
-        return torch.int32  # which wraps, and so do its lowest bits
+        return torch.int32  # it wraps, and its lowest bits are those of the narrow sum
     return SIGNED[dtype] if is_compared_as_signed(dtype, name) else reduction.WIDE.get(dtype)
 
 
 def is_compared_as_signed(dtype: torch.dtype, name: str) -> bool:
-    """Tell whether MPI would order values of an unsigned dtype wrongly, in an op of a name."""
+    """Tell whether MPI would order values of an unsigned dtype wrongly in an op, given by name."""
     return COMPARES_AS_SIGNED and name in ("MIN", "MAX") and dtype in SIGNED
 
 
-# makes a function's arguments of the addresses that are read and written, the latter None if this rank does not
-# receive, and of the elements that are sent and received
+# makes a function's arguments from the addresses of input and output, the latter None if this rank does not receive,
+# and from the numbers of elements sent and received
 Bind = Callable[[int, "int | None", int, int], tuple[Any, ...]]
 
 
 class Encoding:
-    """Integers that stand for values in MPI's call: here the same ones, of a wider dtype.
+    """Integers in place of values in MPI's call: in this class the same integers, of a wider dtype.
 
-    A call of NumPy takes a third of one of torch's. On integers it heeds no setting for floats (``numpy.seterr``).
+    A call of NumPy takes a third of the time of torch's. Settings for floats (``numpy.seterr``) do not apply to
+    integers.
     """
 
     def __init__(self, dtype: torch.dtype, sent: torch.dtype) -> None:
-        self.dtype, self.sent = map(numpy_dtype, (dtype, sent))  # as which values are read, and what MPI gets
+        self.dtype, self.sent = map(numpy_dtype, (dtype, sent))  # the dtype of the values, and that of MPI's integers
         self.datatype = DATATYPES[sent]
 
     def encode(self, values: Any, sent: Any) -> None:
         sent[...] = values
 
     def decode(self, result: Any, values: Any) -> None:
-        """Write values for what MPI returned, which may be overwritten."""
+        """Write the values of the integers that MPI returned; these may be overwritten."""
         values[...] = result
 
 
 class Flipped(Encoding):
-    """Of uint64, signed integers of the same order."""
+    """Signed integers of the same order, for uint64."""
 
     def __init__(self) -> None:
         super().__init__(torch.int64, torch.int64)
@@ -100,21 +101,21 @@ class Flipped(Encoding):
 
 
 class Keys(Encoding):
-    """Of floats, signed integers of their order, in which NaN of either sign is beyond the infinity that would win."""
+    """Signed integers of the same order, for floats; NaN of either sign is beyond the infinity that would win."""
 
     def __init__(self, dtype: torch.dtype, name: str) -> None:
         super().__init__(KEYS[dtype], KEYS[dtype])
-        nans = round(1 / torch.finfo(dtype).eps) - 1  # of each sign
+        nans = round(1 / torch.finfo(dtype).eps) - 1  # the bits of infinity of each sign
         self._sign, self._largest, self._nans = (
-            np.array(each, self.sent)  # a number would be converted by each call
+            np.array(each, self.sent)  # arrays: a number would be converted at each call
             for each in (8 * dtype.itemsize - 1, np.iinfo(self.sent).max, nans if name == "MAX" else -nans)
         )
 
     def encode(self, values: Any, sent: Any) -> None:
         shift(values, self._sign, sent)
         both(sent, self._largest, sent)
-        differ(values, sent, sent)  # of what is below zero all bits but the sign flip
-        subtract(sent, self._nans, sent)  # NaN at the far end go round to the other
+        differ(values, sent, sent)  # of negative values all bits but the sign are inverted
+        subtract(sent, self._nans, sent)  # NaN at the wrong end are moved to the other end
 
     def decode(self, result: Any, values: Any) -> None:
         add(result, self._nans, result)
@@ -133,25 +134,25 @@ def array_of(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Any:
 
 
 def mpi_op(dtype: torch.dtype, name: str) -> MPI.Op:
-    """Return the op of MPI that combines values of a dtype by torch's op of a name."""
+    """Return MPI's op for values of a dtype and torch's op, given by name."""
     ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
     return ops[reduction.combining(dtype, name)]
 
 
 class Reduction(NamedTuple):
-    """How one dtype and op are reduced: over which MPI type and op, and what surrounds the call."""
+    """How one dtype and op are reduced: MPI's type and op, and the steps around the call."""
 
     datatype: MPI.Datatype
     op: MPI.Op
     wide: torch.dtype | None  # to which torch converts values first, and from which it rounds the result
-    encoding: Encoding | None  # what MPI gets instead of these
-    multiplies: bool  # by the factor of a PREMUL_SUM, which is the call's
+    encoding: Encoding | None  # the integers that MPI gets in place of these
+    multiplies: bool  # whether values are multiplied by the factor of a PREMUL_SUM first
     averages: bool
     in_memory: bool  # whether the tensor's own memory goes to MPI
-    is_direct: bool  # and nothing is left to do after the call
+    is_direct: bool  # and there is no step after the call
 
     def before(self, tensor: torch.Tensor, op: Any, memory_of: Callable[[int], MPI.buffer]) -> torch.Tensor:
-        """Return the values to reduce, in memory of their own; ``memory_of`` returns some of so many bytes."""
+        """Return the values to reduce, as a copy; ``memory_of`` returns memory of a number of bytes."""
         values, encoding = tensor, self.encoding
         if self.wide is not None:
             values = tensor.to(self.wide)
@@ -177,7 +178,7 @@ class Reduction(NamedTuple):
 
 
 def on_encoded(encoding: Encoding, function: Callable[..., Any]) -> Callable[..., None]:
-    """Return what runs a function of MPI on what stands for values, of the arguments that ``of_encoded`` makes."""
+    """Return a function that runs MPI's on encoded values; it takes the arguments that ``of_encoded`` makes."""
     encode, decode = encoding.encode, encoding.decode
 
     def run(values: Any, sent: Any, result: Any, target: Any, *arguments: Any) -> None:
@@ -190,11 +191,11 @@ def on_encoded(encoding: Encoding, function: Callable[..., Any]) -> Callable[...
 
 
 def of_encoded(encoding: Encoding, bind: Bind, in_place: bool, memory_of: Callable[[int], MPI.buffer]) -> Bind:
-    """Return what makes arguments of where values lie, in memory that other calls use too."""
+    """Return a function that makes arguments from the values' addresses, with memory that other calls use too."""
     of_values, of_sent = encoding.dtype, encoding.sent
 
     def bind_encoded(place: int, target: int | None, sent: int, received: int) -> tuple[Any, ...]:
-        start = 0 if in_place else sent * of_sent.itemsize  # of the result
+        start = 0 if in_place else sent * of_sent.itemsize  # bytes of the result
         kept = memory_of(start + received * of_sent.itemsize)
         values: Any = array_on(address(place, sent * of_values.itemsize), sent, of_values)
         returned, end = None, None
@@ -213,7 +214,7 @@ def of_encoded(encoding: Encoding, bind: Bind, in_place: bool, memory_of: Callab
 
 
 def encoding_of(dtype: torch.dtype, on_wire: torch.dtype | None, name: str) -> Encoding | None:
-    """Return what stands for values of a dtype in MPI's call if that is ``on_wire``, in an op of a name."""
+    """Return the encoding of values of a dtype as ``on_wire`` for an op, given by name; None without one."""
     if name in ("MIN", "MAX") and (compared := dtype if dtype in KEYS else on_wire) in KEYS:
         return Keys(compared, name)
     if on_wire is None or on_wire.is_floating_point or on_wire.is_complex:

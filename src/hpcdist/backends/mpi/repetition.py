@@ -1,7 +1,7 @@
-"""Repeated calls: MPI's function at once, on memory that is described once, between the two looks of the call check.
+"""Repeated calls: MPI's function on memory that is described once, between the two steps of the call check.
 
-Loops use the same memory again, or some in turn. To describe a tensor to mpi4py and the call board takes 0.4 µs, to see
-that it is one of the last 0.1. All of it stands in one function, because each further one costs as much.
+Loops use the same memory again, or some in turn. To describe a tensor to mpi4py and the call board takes 0.4 µs, to
+find it among the last ones 0.1. All of it is one function, because each further call would cost as much.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr
-# calls with lists whose descriptions are kept. With many, what describes new ones lies outside of a core's caches (4 µs
-# of 23); a few come in turn, as those that are coalesced (4 µs each to describe)
+# how many calls with lists have their descriptions kept. With many, those of new lists are outside of a core's caches
+# (4 µs of 23); a few come in turn, such as coalesced ones (4 µs each to describe)
 LISTS_KEPT = 4
 
 
 class Prepared(NamedTuple):
-    """What carries a call out."""
+    """The function that carries a call out, and how to make its arguments."""
 
-    function: Callable[..., Any]  # MPI's, or one of ours
-    # makes its arguments of where the call's tensors lie (``where``), or None if these have to take the general way, as
-    # those that share memory, and the elements of a rank's share. None for a barrier
+    function: Callable[..., Any]  # a method of mpi4py, or a function of ours
+    # makes its arguments from the addresses of the call's tensors (``where``), with the elements of a rank's share;
+    # returns None if these need the general way, such as tensors that share memory. None for a barrier
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
-    follow: Callable[..., Any] | None = None  # what is then done to what the call writes
-    # whether the function works on copies, which are kept. It is described by the shape of what the call reads: as a
-    # copy of that, a copy of what the call writes, and the arguments. ``follow`` takes the second, and what the call
-    # writes; without it the one is copied to the other
+    follow: Callable[..., Any] | None = None  # a step on the output after the call
+    # whether the function works on kept copies. ``describe`` then takes the shape of the input, and returns the input's
+    # copy, the output's copy, and the arguments. ``follow`` takes the output's copy and the output; without it the
+    # former is copied to the latter
     is_copied: bool = False
 
 
 def where(call: Call) -> Callable[[Any, Any], Any] | None:
-    """Return what tells the elements of a call's first tensor and where its tensors lie, in order.
+    """Return a function that returns the elements of a call's first tensor and the tensors' addresses, in order.
 
     Of a tensor and a list, the tensor is first. None for two tensors, or one.
     """
@@ -59,7 +59,7 @@ def where(call: Call) -> Callable[[Any, Any], Any] | None:
 
 
 def run_again(call: Call, run: Callable[[Call], None]) -> Run:
-    """Return what runs a collective again in the general way."""
+    """Return a function that runs a collective again in the general way."""
 
     def again(send: Any, recv: Any) -> None:
         check_memory(*tensors_of(send, recv))
@@ -76,13 +76,13 @@ def repeated(
     check: CallCheck | None,
     communicator: Communicator,
 ) -> Run:
-    """Return what runs a collective again, checked: ``said`` is its first word without root (``call_check``)."""
+    """Return a function that runs a collective again, checked; ``said`` is its word without root (``call_check``)."""
     function, describe, follow, is_copied = prepared
     name, failure, places_of = call.row.name, communicator.failure, where(call)
     is_one = call.recv is call.send or call.recv is None
     fixed = size_of(call, communicator.rank, communicator.size)
     first = with_root(said, call)
-    # by where memory lies: MPI's arguments, a share's elements, and the word without number; a barrier's from the start
+    # by addresses: MPI's arguments, a share's elements, and the word without number; a barrier's from the start
     known: dict[Any, tuple[tuple[Any, ...], int, int]] = {None: ((None, None), fixed, with_size(first, fixed))}
     last_size = -1
     board = None if check is None else check.board
@@ -90,7 +90,7 @@ def repeated(
     is_checked = board is not None and counts is None
     checks: Any = check
     log = None if check is None else check.log
-    # the first call opens the board, and some shares MPI is to compare
+    # the first call opens the board, and some shares are compared by MPI
     if check is not None and (not check.is_open or (check.compares_shares and call.row in EXCHANGES)):
         return run_again(call, lambda made: check.run(made, said))
     if board is not None:
@@ -123,7 +123,7 @@ def repeated(
                 check_memory(*tensors_of(send, recv))
             arguments, size = describe(places)
             base = with_size(first, size)
-            if arguments is not None:  # else what all ranks find out about their nodes may change it
+            if arguments is not None:  # else it may change when the ranks exchange their nodes
                 if len(known) >= (PLACES_KEPT if places_of is None else LISTS_KEPT):
                     known.clear()
                 known[places] = arguments, size, base
@@ -179,7 +179,7 @@ def repeated(
                 if log is not None:
                     log.check()
 
-    def run_with_counts(send: Any, recv: Any) -> None:  # which are to be written, and are the same again
+    def run_with_counts(send: Any, recv: Any) -> None:  # the outputs, the same as before
         check_memory(*tensors_of(send, recv))
         checks.make(first, fixed, partial(run, send, recv), counts)
 

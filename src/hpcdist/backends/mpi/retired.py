@@ -1,12 +1,12 @@
 """Communicators of destroyed groups: each is freed only when many others have been destroyed after it.
 
 MPI gives a new communicator the context of one that was freed. If a rank freed one at once, while another may still
-send on it, such a message would meet the new one, whose receive takes it; Open MPI, which numbers messages, also holds
-back the first message that is sent on the new one. Memory that MPI may still read or write for a message under way is
-kept until the message has ended.
+send on it, a receive on the new one would match such a message; Open MPI, which numbers messages, would also hold back
+the first message that is sent on the new one. Memory that MPI may still read or write for a message under way is kept
+until the message has ended.
 
-A barrier that is not waited for (MPI_Ibarrier) would tell when all ranks have destroyed their group. But if a rank
-never does, it is still under way in MPI_Finalize, which need not take that.
+A non-blocking barrier (MPI_Ibarrier) would tell when all ranks have destroyed their group. But if a rank never does,
+it is still pending in MPI_Finalize, which need not allow that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mpi4py import MPI
 from hpcdist.core.work import Unfinished
 
 KEPT = 64  # communicators; MPICH has 2,048 in all
-PROBES = 10  # one may not see all that has come; each takes 0.2 µs
+PROBES = 10  # one may not see all messages that have come; each takes 0.2 µs
 RETIRED: deque[tuple[Unfinished, MPI.Intracomm | None]] = deque()
 
 
 def retire(comm: MPI.Intracomm, unfinished: Unfinished) -> None:
-    """Free a communicator later, when its messages have ended; free those that were retired long before."""
+    """Free a communicator later, when its messages have ended; now free those that were retired long before."""
     RETIRED.append((unfinished, comm))
     for _ in range(len(RETIRED) - KEPT):
         earlier = RETIRED.popleft()
@@ -38,9 +38,9 @@ def keep(unfinished: Unfinished) -> None:
 
 
 def free(unfinished: Unfinished, comm: MPI.Intracomm | None) -> bool:
-    """Free a communicator if none of its messages is under way; tell whether nothing is left to do.
+    """Free a communicator if none of its messages is under way; tell whether it needs no further attempt.
 
-    One with messages that nobody has received stays: its context would be given to the next one with them.
+    One with unreceived messages stays: otherwise the next communicator would get its context and them.
     """
     for work in list(unfinished):
         work.is_completed()  # which releases it

@@ -1,9 +1,9 @@
-"""Vector calls: MPI's collectives that move a share from or to each rank straight between the tensors of a list.
+"""Vector calls: MPI's collectives with a share for each rank, directly on the tensors of a list.
 
 MPI_Allgatherv, MPI_Gatherv and MPI_Scatterv (MPI 6.5 to 6.7) take a count and a displacement for each rank. The tensor
-with the lowest address is the buffer, and displacements count elements. If tensors of one rank cannot be described so
-(they share memory, or lie further apart than MPI counts), that rank copies them, through memory that is kept: to touch
-a page for the first time can take longer than to copy it.
+with the lowest address is the buffer, and displacements count elements. If a rank's tensors cannot be described so
+(they share memory, or lie further apart than MPI can count), that rank copies them, through memory that is kept: the
+first access to a page can take longer than its copy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, GATHER, SCATTER, Row
 
-UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of an element, which is only moved
+UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of an element: data is only moved
 # MPI 4 has calls with displacements of 64 bits, and mpi4py makes them
 REACH = 2**62 if MPI.Get_version() >= (4, 0) else COUNT_MAX
 VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
-# up to so many bytes of all shares an all_gather is the vector call. MPICH's takes 1.5 to 10 times its MPI_Allgather
-# from 1 MiB on (2 ranks, a Xeon); messages take as long as that one
+# bytes of all shares up to which an all_gather is the vector call. MPICH's takes 1.5 to 10 times as long as its
+# MPI_Allgather from 1 MiB on (2 ranks, a Xeon); messages take as long as MPI_Allgather
 VECTOR_MAX = COUNT_MAX if MPI.get_vendor()[0] == "Open MPI" else 1 << 17
 KEPT_MAX = 1 << 28  # bytes that are kept from one call to the next
-FLAT_MAX = 1 << 20  # up to which a list that comes again is copied by what was prepared
+FLAT_MAX = 1 << 20  # bytes up to which a repeated list is copied by a prepared function
 
 
 class KeptMemory:
-    """Memory that calls use one after another; what is larger than KEPT_MAX lasts for one call."""
+    """Memory that calls use one after another; more than KEPT_MAX lasts for one call only."""
 
     def __init__(self) -> None:
         self._kept = MPI.buffer.allocate(0)
@@ -58,7 +58,7 @@ class Vectors:
         self._one, self._all = KeptMemory(), KeptMemory()
 
     def flatten(self, tensors: TensorList) -> torch.Tensor:
-        """Return the elements of a list one after another, in memory that the next call uses again."""
+        """Return the elements of a list one after another, in memory that the next call reuses."""
         nbytes, dtype = tensors.nbytes, tensors.dtype
         if not nbytes:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -67,7 +67,7 @@ class Vectors:
         return torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
 
     def flattener(self, dtype: torch.dtype) -> Callable[[list[torch.Tensor], int], torch.Tensor]:
-        """Return what does the same with lists of a dtype that come again, given their bytes, not 0."""
+        """Return a function that does the same for repeated lists of a dtype and size in bytes, not 0."""
         kept: dict[int, tuple[MPI.buffer, torch.Tensor]] = {}  # by bytes
 
         def flatten(tensors: list[torch.Tensor], nbytes: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Vectors:
         return flatten
 
     def prepared(self, call: Call) -> Prepared | None:
-        """Return the vector call of an all_gather, gather or scatter; None if it is more than that."""
+        """Return how to make an all_gather, gather or scatter by one vector call; None if it needs more."""
         row, send, recv, _, root, counts, *_ = call
         is_read = row is SCATTER
         one, each = (recv, send) if is_read else (send, recv)
@@ -138,14 +138,14 @@ class Vectors:
         addresses: Any = None if each is None else starts_of(each, sizes)
         own = address(one.data_ptr(), nbytes)
         is_apart = addresses is None or are_apart(addresses, sizes, own.address, nbytes)
-        if not is_apart:  # MPI_IN_PLACE would be a call of another kind, made by this rank only
+        if not is_apart:  # with MPI_IN_PLACE this rank's call would differ from the others'
             own = self._one.of(nbytes)
             if not is_read:
                 memmove(own.address, one.data_ptr(), nbytes)
         if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX):
             self._send_shares(row, own.address, nbytes, addresses, sizes, root)
         else:
-            # complex elements go as pairs, which another rank may give
+            # complex elements are moved as pairs, which another rank may have given
             unit = itemsize // 2 if one.dtype.is_complex else itemsize
             places = addresses
             if each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
@@ -164,7 +164,7 @@ class Vectors:
     def _send_shares(
         self, row: Row, own: int, nbytes: int, addresses: list[int] | None, sizes: list[int], root: int | None
     ) -> None:
-        """Do the same by messages, of any size: this rank's own share lies at one address, all at the others."""
+        """Do the same by messages, of any size: this rank's own share has one address, those of all have others."""
         ones = [nbytes if row is ALL_GATHER or rank == root else 0 for rank in range(self._size)]
         places, lengths = ([own] * self._size, [0] * self._size) if addresses is None else (addresses, sizes)
         if row is SCATTER:
@@ -185,9 +185,9 @@ def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatyp
 def even_shares(
     addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: MPI.Datatype
 ) -> tuple[Any, ...] | None:
-    """Return shares of so many bytes as the buffer of a vector call; None if there is more to do.
+    """Return shares of some bytes as the buffer of a vector call; None if they need a copy.
 
-    That is if they share memory with each other or with this rank's own, or if MPI cannot count from one to all.
+    They do if they share memory with each other or with this rank's own, or are too far apart for MPI's counts.
     """
     ordered = sorted(addresses)
     low, high = ordered[0], ordered[-1]
@@ -196,7 +196,7 @@ def even_shares(
     if min(map(sub, ordered[1:], ordered)) < nbytes or high - low > REACH * unit:
         return None
     displacements = [(place - low) // unit for place in addresses]
-    if sum(displacements) * unit != sum(addresses) - low * len(addresses):  # one is not a multiple
+    if sum(displacements) * unit != sum(addresses) - low * len(addresses):  # not multiples of the unit
         return None
     return address(low, high - low + nbytes), [nbytes // unit] * len(addresses), displacements, datatype
 
@@ -213,13 +213,13 @@ def are_apart(addresses: Sequence[int], sizes: Sequence[int], place: int, nbytes
 
 
 def can_be_displaced(addresses: Sequence[int], sizes: Sequence[int], unit: int, is_read: bool) -> bool:
-    """Tell whether MPI can count from the lowest of some tensors to each, and may write to all of them."""
+    """Tell whether MPI can count from the lowest of some tensors to each of them, and may write to all of them."""
     low = min(addresses)
     if max(addresses) - low > REACH * unit or any((place - low) % unit for place in addresses):
         return False
     end = 0
     for place, size in () if is_read else sorted(zip(addresses, sizes, strict=True)):
         if place < end and size:
-            return False  # MPI may send on what it has received into one and another
+            return False  # MPI may forward received data from one of them, so they must not overlap
         end = place + size
     return True

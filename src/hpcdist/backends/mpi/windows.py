@@ -1,11 +1,11 @@
 """One-sided windows over MPI: memory of every rank that the others write and read (MPI-4.1 chapter 12).
 
-Ranks of one node reach each other's memory by load and store; what is between nodes, and every atomic call, is MPI's.
+Ranks of one node use each other's memory by load and store; calls between nodes, and atomic ones, are MPI's.
 
-    | signals: a counter a rank | data |        a segment of each rank, MPI_Win_allocate_shared on its node
+    | signals: a counter for each rank | data |        a segment of each rank, MPI_Win_allocate_shared on its node
 
-On one node that is the only window. On several, MPI_Win_create opens the segments to the whole group, and a tensor of
-the user's has an MPI_Win_create of its own. All are in one passive epoch (MPI_Win_lock_all) until they are closed.
+On one node that is the only window. On several, MPI_Win_create opens the segments to the whole group, and a user's
+tensor has an MPI_Win_create of its own. All are in one passive epoch (MPI_Win_lock_all) until they are closed.
 
 Ordering: a call is complete at the target when it returns (MPI_Win_flush; on a node a copy). Only its sender writes a
 counter, so a signal is a store of the sender's count, after an MPI_Win_sync. Atomic calls go through the group's window
@@ -44,23 +44,23 @@ from hpcdist.core.ranks import by_value, listed
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
-ACCUMULATE = replace(ALL_REDUCE, name="Window.accumulate")  # takes ops as that does
+ACCUMULATE = replace(ALL_REDUCE, name="Window.accumulate")  # its ops
 # The dtype of the parts of an element on which an op acts one by one. Open MPI's osc/rdma, which combines 4 and 8 bytes
-# by the processor's atomic calls, takes complex64 for int64 before 5.0 (open-mpi/ompi, pull request 11293), and in
-# 5.0.11 combines what it finds by a bitwise op of 8 bytes with itself
+# by the processor's atomic instructions, takes complex64 for int64 before 5.0 (open-mpi/ompi, pull request 11293), and
+# in 5.0.11 combines the memory by a bitwise op of 8 bytes with itself
 BITWISE = {torch.int64: torch.int32, torch.uint64: torch.int32}
 PARTS = {"SUM": {torch.complex64: torch.float32}, "BAND": BITWISE, "BOR": BITWISE, "BXOR": BITWISE}
-RETRY_SECONDS = 0.001  # between two tries to make a window, at most
-MAKING = threading.Lock()  # held by the thread that makes a window
+RETRY_SECONDS = 0.001  # seconds between two attempts to make a window, at most
+MAKING = threading.Lock()  # held while a window is made
 
 
 @contextmanager
 def alone(comm: MPI.Intracomm) -> Iterator[None]:
-    """Let no other thread of the ranks' processes make a window meanwhile; every rank of the communicator calls.
+    """Context in which no other thread of the ranks' processes makes a window; every rank of the communicator calls.
 
-    Each creation of a window starts UCX in Open MPI 5.0.11, and ends it again, without a lock: two threads that make
-    windows for two groups crash the process ("double free or corruption"). A rank that waited for the lock could wait
-    for a rank that waits for the lock of another process; so each tries to take its own, and they go on if all have it.
+    In Open MPI 5.0.11 each creation of a window starts and ends UCX, without a lock: two threads that make windows for
+    two groups crash the process ("double free or corruption"). A rank that waited for our lock could wait for a rank
+    that waits for the lock of another process; so each tries to take its own, and they go on if all have it.
     """
     while True:
         has_lock = MAKING.acquire(False)
@@ -75,11 +75,11 @@ def alone(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 class MPIWindow(RemoteMemory):
-    """The memory of a group's ranks that one window opens; every rank of the group makes it.
+    """The memory of a group's ranks in one window; every rank of the group makes it.
 
-    ``number`` counts the group's windows; ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's if
-    it is the user's, on all ranks or on none. ``during`` records a call that blocks, for the watchdog: MPI may wait
-    until the other rank enters it.
+    ``number`` counts the group's windows; ``sizes`` are the bytes of each rank's memory; ``tensor`` is this rank's
+    memory if it is the user's, on all ranks or on none. ``during`` records a call that blocks, for the watchdog: MPI
+    may wait until the other rank calls MPI.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class MPIWindow(RemoteMemory):
         places = locate(communicator.comm, communicator.derived)
         self._node = places.node
         rank, size = communicator.rank, communicator.size
-        self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # of the data in a segment
+        self._begin = -(-size * SIGNAL_BYTES // PAGE_BYTES) * PAGE_BYTES  # offset of the data in a segment
         peers = places.ranks[places.here]
         own = self._begin + (sizes[rank] if tensor is None else 0)
-        # each segment on pages of its own: first touch by the owner then places it in the owner's NUMA domain
+        # each segment on pages of its own: first touch by the owner places it in the owner's NUMA domain
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         with alone(places.node):
             shared = MPI.Win.Allocate_shared(own, 1, info, places.node)
         info.Free()
         self._windows = [shared]
-        # arrays, because they can be watched: a tensor on one that is in use when the window is closed keeps it open
+        # arrays, because weak references show whether they are in use: a tensor on one keeps the window open
         queried: list[Any] = [shared.Shared_query(index)[0] for index in range(len(peers))]
         segments = [np.frombuffer(buffer, np.uint8) for buffer in queried]
         self._watched = [weakref.ref(segment) for segment in segments]
@@ -116,7 +116,7 @@ class MPIWindow(RemoteMemory):
             counter[0] = 0
         self._group = shared
         if places.nodes > 1:
-            place = segments[peers.index(rank)].ctypes.data  # the array itself would be in use as long as the window
+            place = segments[peers.index(rank)].ctypes.data  # the array itself would be in use as long as the window is
             with alone(communicator.comm):
                 self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
             self._windows.append(self._group)
@@ -139,7 +139,7 @@ class MPIWindow(RemoteMemory):
         self._addresses = {peer: each.data_ptr() for peer, each in self._mapped.items()}
         self._sync()
         communicator.comm.Barrier()  # all is zero on all ranks
-        if len(self._windows) > 1:  # what others do to this rank's memory may be messages to it
+        if len(self._windows) > 1:  # other ranks' calls on this rank's memory may be messages to it
             PROGRESS.follow(self)
             PROGRESS.wake()
 
@@ -148,12 +148,12 @@ class MPIWindow(RemoteMemory):
         if not self._windows:
             return False
         with suppress(MPI.Exception):  # the communicator is revoked
-            # on MPI_COMM_SELF it would not drive MPICH's network: a put took as long as its target slept
+            # on MPI_COMM_SELF it would not drive MPICH's network: a put waited while its target slept
             self._communicator.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
         return True
 
     def put(self, tensor: torch.Tensor, dst: int, offset: int) -> None:
-        """Copy on a node; MPI_Put and MPI_Win_flush to another one, and to memory of the user's."""
+        """Write by a copy on a node, by MPI_Put and MPI_Win_flush to other nodes and to a user's tensor."""
         base = self._addresses.get(dst)
         if base is not None:
             memmove(base + offset, tensor.data_ptr(), tensor.nbytes)
@@ -163,7 +163,7 @@ class MPIWindow(RemoteMemory):
             self._data.Flush(dst)
 
     def get(self, tensor: torch.Tensor, src: int, offset: int) -> None:
-        """Copy on a node; MPI_Get and MPI_Win_flush from another one, and from memory of the user's."""
+        """Read by a copy on a node, by MPI_Get and MPI_Win_flush from other nodes and from a user's tensor."""
         base = self._addresses.get(src)
         if base is not None:
             self._sync()
@@ -196,7 +196,7 @@ class MPIWindow(RemoteMemory):
             tensor = tensor.view(part_type)
         datatype, itemsize = DATATYPES[tensor.dtype], tensor.itemsize
         with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
-            # Open MPI's op/avx saturates narrow sums from a vector of 16 bytes on; what is shorter it adds one by one
+            # Open MPI's op/avx saturates narrow sums of vectors of 16 bytes and more; it adds shorter ones one by one
             most = 16 // itemsize - 1 if wide(tensor.dtype, name) is torch.int32 else PIECE
             for start in range(0, tensor.numel(), most):
                 part = tensor[start : start + most]
@@ -212,7 +212,7 @@ class MPIWindow(RemoteMemory):
                 "windows of tensors; expected torch.complex128, or a later MPI"
             )
         with self._during("Window.fetch_and_add", dst), self._communicator.translating("Window.fetch_and_add"):
-            # the op of a sum: Open MPI crashes if it is to add to its C++ bool
+            # for a sum of bool: Open MPI crashes in a sum of its C++ bool
             op = mpi_op(value.dtype, "SUM")
             self._data.Fetch_and_op(
                 [memory(value), datatype], [memory(before), datatype], dst, self._start + offset, op
@@ -221,21 +221,21 @@ class MPIWindow(RemoteMemory):
         return before
 
     def signal(self, dst: int) -> None:
-        """Store the count of signals on a node; MPI_Accumulate (MPI_REPLACE) and MPI_Win_flush it to another one."""
+        """Store the count of signals on a node; by MPI_Accumulate (MPI_REPLACE) and MPI_Win_flush on another one."""
         self._sent[dst] = count = self._sent[dst] + 1
         signals, rank = self._signals.get(dst), self._communicator.rank
         if signals is not None:
-            self._sync()  # what was written before is there first
+            self._sync()  # earlier writes complete first
             signals[rank] = count
             return
         with self._during("Window.signal", dst), self._communicator.translating("Window.signal"):
             sent = torch.tensor([count], device="cpu")
-            # a put may be seen half written
+            # a reader may see half of a put
             self._group.Accumulate([memory(sent), MPI.INT64_T], dst, (rank * SIGNAL_BYTES, 1, MPI.INT64_T), MPI.REPLACE)
             self._group.Flush(dst)
 
     def wait_signal(self, src: int, seconds: float) -> None:
-        """Look at the sender's counter, and drive MPI meanwhile."""
+        """Poll the sender's counter, which also drives MPI."""
         flag, count = self._counters[src], self._taken[src] + 1
         if flag[0] < count:
             communicator, deadline = self._communicator, time.monotonic() + seconds
@@ -258,9 +258,9 @@ class MPIWindow(RemoteMemory):
         return self._mapped.get(rank)
 
     def close(self, is_left: bool = False) -> None:
-        """Free the windows, but not memory that somebody has a tensor on: that one stays until the process ends.
+        """Free the windows, but not memory on which a tensor still exists: that stays until the process ends.
 
-        ``is_left`` says that a rank may still be in another call, with which what frees the windows would be mixed up.
+        ``is_left``: a rank may still be in another call, which the calls that free the windows would meet.
         """
         if not self._windows:
             return
@@ -294,7 +294,7 @@ class MPIWindow(RemoteMemory):
 
 
 class MPIWindows(Windows):
-    """The open windows of one communicator, whose objects are checked, in the same order on all ranks."""
+    """The open windows of one communicator, in the same order on all ranks; ``objects`` compares their calls."""
 
     def __init__(self, communicator: Communicator, objects: Objects) -> None:
         self.communicator, self._objects = communicator, objects
@@ -311,7 +311,7 @@ class MPIWindows(Windows):
         return made
 
     def meet(self, window: MPIWindow) -> None:
-        """Raise if another rank makes another call than to close this window, or closes another one."""
+        """Raise if another rank makes another call than the close of this window."""
         numbers = self._objects.all_gather(window.number, call="Window.close")
         if len(ranks := by_value(numbers)) > 1:
             ways = "; ".join(f"{listed(those)} number {each + 1}" for each, those in ranks.items())
@@ -321,7 +321,7 @@ class MPIWindows(Windows):
             )
 
     def close(self, is_left: bool) -> None:
-        """Close the last one first; every rank calls. ``is_left`` is as for a window."""
+        """Close all, the last one first; every rank calls. ``is_left`` as for a window."""
         end_all(partial(window.close, is_left) for window in self.open_now[::-1])
 
 

@@ -1,7 +1,7 @@
-"""Names that torch renamed or dropped: they still work, and each says once what to use.
+"""Names that torch renamed or dropped: they still work, and each warns once with the name to use.
 
 PyTorch 1.6 had functions on a list of tensors, one for each device of a process, which torch dropped in 2.0. They work
-on the CPU too; ``hpcdist.core.several`` says what they compute.
+on the CPU too; ``hpcdist.core.several`` explains what they compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.lists import check_lengths, check_pairs
 from hpcdist.core.work import Work
 
-dist_backend = Backend  # what the names of backends were found under before torch 1.0
+dist_backend = Backend  # the class of backends' names before torch 1.0
 
 
 @deprecated("`_all_gather_base` is a private function; use `all_gather_single` instead", category=FutureWarning)
@@ -62,9 +62,9 @@ def broadcast_multigpu(
     """Write one tensor of one rank to all tensors of all ranks.
 
     Args:
-        tensor_list: one tensor a device, written in place.
+        tensor_list: one tensor for each device, written in place.
         src: the source as a global rank.
-        group, async_op: as for ``broadcast``, as is what is returned.
+        group, async_op: as for ``broadcast``, and so is the return value.
         src_tensor: which tensor of the source's list.
     """
     if (pg := world.member_group(group, "broadcast_multigpu")) is None:
@@ -80,8 +80,8 @@ def all_reduce_multigpu(
     """Combine all tensors of all ranks and write the result to each of them.
 
     Args:
-        tensor_list: one tensor a device, written in place; as many on every rank.
-        op, group, async_op: as for ``all_reduce``, as is what is returned.
+        tensor_list: one tensor for each device, written in place; as many on every rank.
+        op, group, async_op: as for ``all_reduce``, and so is the return value.
     """
     if (pg := world.member_group(group, "all_reduce_multigpu")) is None:
         return None
@@ -95,9 +95,9 @@ def reduce_multigpu(
     """Combine all tensors of all ranks and write the result to one tensor of one rank.
 
     Args:
-        tensor_list: one tensor a device; as many on every rank.
+        tensor_list: one tensor for each device; as many on every rank.
         dst: the destination as a global rank.
-        op, group, async_op: as for ``reduce``, as is what is returned.
+        op, group, async_op: as for ``reduce``, and so is the return value.
         dst_tensor: which tensor of the destination's list is written in place.
     """
     if (pg := world.member_group(group, "reduce_multigpu")) is None:
@@ -114,8 +114,8 @@ def all_gather_multigpu(
 
     Args:
         output_tensor_lists: for each device a list of one output for every tensor of every rank, rank by rank.
-        input_tensor_list: one tensor a device; all of one size.
-        group, async_op: as for ``all_gather``, as is what is returned.
+        input_tensor_list: one tensor for each device; all of one size.
+        group, async_op: as for ``all_gather``, and so is the return value.
 
     Raises:
         ValueError: a list of another length.
@@ -138,7 +138,7 @@ def reduce_scatter_multigpu(
     Args:
         output_tensor_list: one output a device, written in place; all of one size.
         input_tensor_lists: for each device a list of one input for every output of every rank, rank by rank.
-        op, group, async_op: as for ``reduce_scatter``, as is what is returned.
+        op, group, async_op: as for ``reduce_scatter``, and so is the return value.
 
     Raises:
         ValueError: a list of another length.

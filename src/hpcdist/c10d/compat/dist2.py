@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ProcessGroupFactory(Protocol):
-    """What makes a group: a function of a store, this process's place, and options of its own."""
+    """A function that makes a group from a store, this process's rank, and options of its own."""
 
     def __call__(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **kwargs: object
@@ -49,7 +49,7 @@ class ProcessGroupFactory(Protocol):
 
 FACTORIES: dict[str, ProcessGroupFactory] = {}
 
-# the options that each of our backends takes
+# the options of each of our backends
 OPTIONS: dict[str, tuple[str, ...]] = {"mpi": ("comm",), "gloo": (), "nccl": (), "loopback": ()}
 EVERY_DEVICE = ("cpu", "cuda", "xpu")
 DEVICES = {"mpi": EVERY_DEVICE, "gloo": ("cpu",), "nccl": ("cuda",), "loopback": EVERY_DEVICE}
@@ -57,14 +57,14 @@ COUNT = itertools.count()  # of groups made here; the same on all processes, whi
 
 
 def register_backend(name: str, func: ProcessGroupFactory) -> None:
-    """Make a factory known under a name; ValueError if it is known already."""
+    """Register a factory under a name; ValueError if the name is taken."""
     if name in FACTORIES or name in OPTIONS:
         raise ValueError(f"Backend {name} already registered")
     FACTORIES[name] = func
 
 
 def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kwargs: object) -> Any:
-    """Make a group of all processes of the job beside the default group; every process calls this.
+    """Make a group of all processes of the job, independent of the default group; every process calls this.
 
     Args:
         backend: ``"mpi"``, ``"gloo"``, ``"nccl"``, ``"loopback"`` or a name given to ``register_backend``.
@@ -76,10 +76,10 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         The group.
 
     Raises:
-        TypeError: a timeout that is not a timedelta, or a ``comm`` of another type.
+        TypeError: a timeout that is not a timedelta, or an invalid ``comm``.
         ValueError: an unknown backend, a device that it does not carry, or a timeout below zero.
         KeyError: an unknown option.
-        DistBackendError: the backend's library is not there.
+        DistBackendError: the backend's library is missing.
     """
     where = torch.device(device)
     check_timeout(timeout, is_optional=False)
@@ -106,7 +106,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
         name = f"dist2:{next(COUNT)}"
         numbers = made.objects.all_gather(RUNNING[0].rank if WORLD.groups and RUNNING else None)
         is_first = not {*numbers} - {None}
-        ranks = range(made.size) if None in numbers else numbers  # the world's, by which the watchdog asks
+        ranks = range(made.size) if None in numbers else numbers  # the world's: the watchdog identifies groups by it
         own, gpu = {where.type: made}, bootstrap.device_id
         group = factory.make(ranks, own, backend, name, "dist2", timeout, gpu, is_shown=False, is_own_world=True)
         if is_first:
@@ -115,7 +115,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return a store that no other group uses, this process's rank, and how many there are."""
+    """Return a store that no other group uses, this process's rank, and the number of processes."""
     store, rank, size = rendezvous.find(decision.launched(), None, None, -1, -1, timeout)
     return PrefixStore(f"dist2:{next(COUNT)}", store), rank, size
 
@@ -125,7 +125,7 @@ current_process_group = private_names.current_group
 
 @contextmanager
 def process_group(pg: Any) -> Generator[None, None, None]:
-    """Make a group the current one of this thread, and of torch's code in it, inside a ``with``."""
+    """Make a group the current one of this thread, also for torch's code, inside a ``with``."""
     before = private_names.current_group()
     private_names.set_current_group(pg)
     try:

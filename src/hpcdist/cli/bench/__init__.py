@@ -36,7 +36,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def ratio(text: str) -> int:
-    """Read how many times one size is the size before."""
+    """Read the ratio of successive sizes."""
     if (times := count(text)) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: expected 2 or more")
     return times

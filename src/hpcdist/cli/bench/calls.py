@@ -21,8 +21,8 @@ from hpcdist.cli.bench.timing import Bench, Figure
 from hpcdist.torch_bridge import private_names
 
 SIZES = [4]
-PREPARED = 400  # calls after which a group has prepared for their repetition
-SHAPES = 12  # that a program may have in turn
+PREPARED = 400  # calls after which a group repeats them without checks
+SHAPES = 12  # shapes or lists that a program may use in turn
 TENSORS = 20  # of a coalesced call
 LIMIT = "mpi4py + torch's part"
 
@@ -30,8 +30,8 @@ Call = Callable[[], Any]
 
 
 def measure(bench: Bench) -> None:
-    """Time all calls at all sizes, each rank's tensor of so many bytes."""
-    warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)  # torch may end it some day
+    """Time all calls at all sizes of each rank's tensor."""
+    warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)  # a later torch may lack it
     for nbytes in bench.options.sizes or SIZES:
         count = max(1, nbytes // 4)
         by = calls(bench, count)
@@ -46,7 +46,7 @@ def measure(bench: Bench) -> None:
 
 
 def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call, Call]]]:
-    """Return what makes each call by raw MPI, and by a module's functions on a group; ``count`` elements a rank."""
+    """Return functions that make each call by raw MPI, and by a module on a group; ``count`` elements for each rank."""
     comm, size, mpi = bench.comm, bench.size, runtime.load()
     is_root = bench.rank == 0
     sizes = [count + more for more in range(SHAPES)]
@@ -62,7 +62,7 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
     average = dist.ReduceOp.AVG
     gathered, scattered = (outputs, inputs) if is_root else (None, None)
     root_of = all_b if is_root else None
-    # each with as many elements as the tensors of many shapes have: a rank's share, and all shares
+    # each as large as the tensors of many shapes: a rank's share, and all shares
     arrays = cycle([(torch.ones(each).numpy(), torch.ones(each * size).numpy()) for each in sizes])
 
     many, all_many = [torch.ones(count) for _ in range(TENSORS)], torch.ones(TENSORS * count).numpy()
@@ -81,7 +81,7 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
             request.Wait()
 
     def by(lib: Any, on: Any) -> dict[str, tuple[Call, Call]]:
-        # the module's, with the names that this torch has
+        # the module's, by the names that this torch has
         reduces, gathers, scatters = (
             partial(function, group=on) for function in (lib.all_reduce, lib.all_gather, lib.reduce_scatter)
         )
@@ -120,7 +120,7 @@ def calls(bench: Bench, count: int) -> Callable[[Any, Any], dict[str, tuple[Call
             "all_to_all_single, splits": (all_to_all, partial(exchanges, split, split)),
             "barrier": (comm.Barrier, partial(lib.barrier, group=on)),
             "irecv and isend, and waits": (messages, both),
-            # what no call can be known by: new tensors and lists, and many shapes
+            # calls that cannot be repeated ones: new tensors and lists, and many shapes
             "all_reduce, new tensors": (all_reduce, lambda: reduces(torch.empty(count))),
             f"all_reduce, {SHAPES} shapes": (all_reduce_many, lambda: reduces(next(shapes))),
             f"all_reduce, {SHAPES} shapes, async_op and wait": (

@@ -29,7 +29,7 @@ def sizes(bench: Bench) -> Iterator[int]:
 
 
 def chosen(bench: Bench, known: Collection[str]) -> list[str]:
-    """Return the collectives to measure, of those that are known."""
+    """Return the collectives to measure, from the table."""
     names = list(known) if bench.options.collectives == ["all"] else bench.options.collectives
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"cannot time the collective {unknown[0]!r} (known: {', '.join(known)}, all)")
@@ -54,7 +54,7 @@ def c10d_call(lib: Any, name: str, buffers: Buffers, **options: Any) -> partial[
 
 
 def all_sides(bench: Bench, name: str, buffers: Buffers) -> Calls:
-    """Return one collective by each library, on the same buffers, whose zeros no number of calls overflows."""
+    """Return one collective by each library, on the same buffers, filled with zeros so that sums cannot overflow."""
     comm, in_place, (whole, out, part) = bench.comm, runtime.load().IN_PLACE, buffers
     has_numpy = whole.dtype is torch.float32
     a, b, c = ((each if has_numpy else each.view(torch.uint8)).numpy() for each in buffers)

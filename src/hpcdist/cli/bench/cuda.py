@@ -23,8 +23,8 @@ from hpcdist.torch_bridge.private_names import occupy_gpu
 
 OVERHEAD_LIMIT = 2.0  # microseconds a call over torch's own
 WAYS = ("sync", "async", "async, waited later")
-BUSY_CYCLES = 400_000_000  # a few tenths of a second, in which the device begins no call
-CALLS = {4: 400, 1 << 20: 100, 1 << 62: 20}  # calls a round, for sizes up to the key
+BUSY_CYCLES = 400_000_000  # cycles of a few tenths of a second, in which the device begins no call
+CALLS = {4: 400, 1 << 20: 100, 1 << 62: 20}  # calls of a round, for sizes up to the key
 
 
 def missing() -> str | None:

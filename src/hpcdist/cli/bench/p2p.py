@@ -19,7 +19,7 @@ SPINS = 200
 
 
 def ping_pong(send: Callable[[int], Any], recv: Callable[[int], Any], partner: int = 1) -> Callable[[], None]:
-    """Return this rank's part of a ping-pong of rank 0 and a partner; other ranks do nothing."""
+    """Return this rank's part of a ping-pong of rank 0 and a partner; for other ranks a function that does nothing."""
     rank = dist.get_rank()
     first, second = (send, recv) if rank == 0 else (recv, send)
     other = partner - rank
@@ -79,7 +79,7 @@ def put_and_signal(bench: Bench, nbytes: int) -> dict[str, float]:
         looks = 0
         while counter[0] < received:
             looks += 1
-            if looks > SPINS:  # as ours does: the other rank may need this core
+            if looks > SPINS:  # as ours does, because the other rank may need this core
                 os.sched_yield()
                 comm.Iprobe()
         raw.Sync()

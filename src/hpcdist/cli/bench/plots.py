@@ -23,7 +23,7 @@ from hpcdist.core.printing import sized, timed, unit_of
 MISSING = "--html needs matplotlib: pip install 'hpcdist[plot]'"
 SIDES = [name for name in web_page.COLORS if name.startswith("side")]
 MARKERS = "os^Dvx"
-# matplotlib takes no variables of CSS: it draws each color as a value that nothing else has, which is replaced after
+# matplotlib does not know CSS variables: each color is drawn as a unique value, which is replaced afterwards
 DRAWN = {name: f"#0{index:02x}0a5" for index, name in enumerate(web_page.COLORS)}
 SETTINGS: Any = {  # whose keys matplotlib types as literals
     "svg.fonttype": "none",  # text stays text
@@ -52,7 +52,7 @@ MOST_TICKS = 7
 def svg(height: float, draw: Callable[[Any], None]) -> str:
     """Return a plot as an SVG element, whose colors are variables of ``web_page.stylesheet()``.
 
-    ``draw`` is called with matplotlib's axes and takes its colors from ``DRAWN``; the height is in inches.
+    ``draw`` is called with matplotlib's axes and uses the colors of ``DRAWN``; the height is in inches.
     """
     import matplotlib  # type: ignore[import-not-found,unused-ignore]  # the extra hpcdist[plot]
     from matplotlib.figure import Figure as Drawing  # type: ignore[import-not-found,unused-ignore]
@@ -71,7 +71,7 @@ def svg(height: float, draw: Callable[[Any], None]) -> str:
 def plot(figures: list[Figure], sides: list[str] | None = None) -> str:
     """Return the plot of one call and dtype at one size or at several, as an SVG element.
 
-    ``sides`` are all sides of the page, by which each has its color; those of the figures by default.
+    ``sides`` are all sides of the page, which decide the colors; by default those of the figures.
     """
     by_side: dict[str, list[Figure]] = {}
     for figure in figures:
@@ -109,7 +109,7 @@ def draw_bars(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tup
 
 
 def only_bars(axes: Any) -> None:
-    """Leave out what bars with their numbers beside them do not need."""
+    """Remove the axes, which bars with numbers do not need."""
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xticks([])
@@ -129,7 +129,7 @@ def parts(figures: list[Figure]) -> list[str]:
 
 
 def table(figures: list[Figure]) -> str:
-    """Return the table beside a plot, whose rows are one call's."""
+    """Return the table beside a plot, with the rows of one call."""
     sides, rivals, rows = report.compared(figures, cell, ".3g")
     return web_page.table(["size", *sides, *(f"of {side}" for side in rivals)], (row[2:] for row in rows))
 

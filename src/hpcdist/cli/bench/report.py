@@ -23,12 +23,12 @@ from hpcdist.core.printing import sized
 from hpcdist.launch.topology import processor
 
 OURS = "hpcdist"
-WIDTH = 150  # mpirun shows a program a terminal of 80 columns, whatever the real one has
+WIDTH = 150  # under mpirun the terminal seems to have 80 columns
 WHOLE_FROM = 100  # microseconds without decimals
 
 
 def microseconds(value: float) -> str:
-    """Write a time with at least three significant digits, if it is that long."""
+    """Write a time with three significant digits or more."""
     return f"{value:.0f}" if value >= WHOLE_FROM else f"{value:.1f}"
 
 
@@ -50,10 +50,10 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
 def compared(
     figures: list[Figure], cell: Callable[[Figure], str], digits: str
 ) -> tuple[list[str], list[str], list[list[str]]]:
-    """Return figures as a table: the sides, those that hpcdist is compared with, and a row for each call.
+    """Return figures as a table: the sides, hpcdist's rivals, and a row for each call.
 
-    A row has the call's name, dtype and size, a cell for each side, and hpcdist's time over each rival's, as a number
-    with so many ``digits``.
+    A row has the call's name, dtype and size, a cell for each side, and hpcdist's time over each rival's, with
+    ``digits`` decimals.
     """
     sides = list(dict.fromkeys(figure.side for figure in figures))
     rivals = [side for side in sides if side != OURS and OURS in sides]
@@ -67,7 +67,7 @@ def compared(
 
 
 def cell(figure: Figure) -> str:
-    """Write a time and its spread, and how many bytes the node sent in a call which sent most, if they were counted."""
+    """Write a time and its spread, and the bytes of a call from the node that sent most, if they were counted."""
     text = f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
     return f"{text}\n{sized(figure.wire)} sent" if figure.wire >= 1 else text
 
@@ -91,8 +91,8 @@ def least(nbytes: int) -> str:
 
 
 def explain(bench: Bench) -> None:
-    """Print from which size on each collective goes through shared memory here; every rank calls."""
-    from hpcdist.backends.mpi.node.places import locate  # which imports mpi4py.MPI: there may be no library
+    """Print the sizes from which each collective goes through shared memory here; every rank calls."""
+    from hpcdist.backends.mpi.node.places import locate  # it imports mpi4py.MPI, and there may be no library
 
     places = locate(bench.comm, [])
     places.node.Free()
@@ -124,7 +124,7 @@ def explain(bench: Bench) -> None:
 
 
 def unwritable(options: Any) -> str:
-    """Return which of the files that are asked for cannot be written, before the time is spent."""
+    """Return an error if one of the output files cannot be written, before the measurement."""
     for path in filter(None, (options.json, options.csv, options.html)):
         try:
             open(path, "a").close()

@@ -1,4 +1,4 @@
-"""Fair timing of calls beside each other: interleaved rounds, the slowest rank's time, medians, bytes on the wire."""
+"""Timing of calls side by side: interleaved rounds, the slowest rank's time, medians, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORD = 4  # InfiniBand's port_xmit_data counts words of 4 bytes
 
 @dataclass
 class Figure:
-    """One measured number: the call, the side, and the time of a call over the rounds."""
+    """One measurement: the call, the side, and the times of a call in the rounds."""
 
     what: str
     dtype: str
@@ -40,23 +40,23 @@ class Figure:
     median: float  # microseconds a call, on the slowest rank
     low: float
     high: float
-    wire: float = 0.0  # bytes a call that the node sent which sent most; 0 on one node, or if nothing counts them
+    wire: float = 0.0  # bytes of a call from the node that sent most; 0 on one node, or if they are not counted
 
 
 class Wire:
-    """Bytes on the wire: what each node has sent to the others, as its network devices count it; every rank makes one.
+    """Bytes on the wire: the bytes that each node has sent, from its network devices' counters; every rank makes one.
 
     The counters are the kernel's for network interfaces, and those of InfiniBand's ports, whose traffic the kernel does
-    not see. Both count everything that leaves the node, so a figure holds a little of what else goes on there.
+    not see. Both count all traffic of the node, so a figure contains a little of other programs' traffic.
     """
 
     def __init__(self, comm: Any) -> None:
         networks = comm.allgather(addresses.network())
         mine = networks[comm.Get_rank()]
-        self.nodes = len(set(networks))  # how many nodes the ranks are on
+        self.nodes = len(set(networks))  # the number of nodes
         is_first = networks.index(mine) == comm.Get_rank()
         self._files: list[tuple[Path, int]] = []
-        if self.nodes > 1 and is_first:  # one rank of a node reads for all of them
+        if self.nodes > 1 and is_first:  # one rank reads for all of its node
             self._files = [(INTERFACES / name / "statistics" / "tx_bytes", 1) for name in addresses.interfaces()]
             self._files += [(path, WORD) for path in sorted(PORTS.glob("*/ports/*/counters/port_xmit_data"))]
 
@@ -94,7 +94,7 @@ class Bench:
         return self._gloo
 
     def progress(self, rows: list[T]) -> Iterator[T]:
-        """Yield rows that are to be measured, while rank 0 shows their texts and how many are left."""
+        """Yield rows to measure, while rank 0 shows their texts and how many are left."""
         # no refresh thread: it would compete for a core with the measured calls
         with Progress(disable=self.rank != 0, transient=True, auto_refresh=False) as bar:
             task = bar.add_task("", total=len(rows))
@@ -104,7 +104,7 @@ class Bench:
                 bar.advance(task)
 
     def calls_for(self, call: Callable[[], Any]) -> int:
-        """Return how many calls fill the time of one round, the same number on every rank."""
+        """Return the number of calls that fill one round, the same on every rank."""
         count = WARM_UP  # doubled until the calls take long enough for a good estimate
         while True:
             self.comm.Barrier()
@@ -129,11 +129,11 @@ class Bench:
     ) -> dict[str, float]:
         """Time the calls of several sides in interleaved rounds; every rank gives the same sides in the same order.
 
-        ``nbytes`` is the size of the larger buffer; one call makes so many ``operations``, one after the other. A round
-        makes ``count`` calls, or as many as fill its time. ``before`` a round nothing is timed yet, ``after`` it the
-        clock still runs. Returns for each side the median of the rounds, in microseconds an operation.
+        ``nbytes`` is the size of the larger buffer; one call makes ``operations`` operations in turn. A round makes
+        ``count`` calls, or as many as fill its time. ``before`` runs before the timed part of a round, ``after`` at its
+        end. Returns for each side the median of the rounds, in microseconds for each operation.
         """
-        for call in sides.values():  # the first calls set up what later ones reuse: a window, a plan, a connection
+        for call in sides.values():  # the first calls make what later ones reuse: a window, a connection
             for _ in range(WARM_UP):
                 call()
         calls = {side: count or self.calls_for(call) for side, call in sides.items()}
@@ -167,7 +167,7 @@ def opened(
 ) -> Iterator[Bench]:
     """Make the bench of a command, on the default group or on one of a ``backend`` that ends with it.
 
-    If the group is not on MPI, the parser ends the command and says how to ``start`` it.
+    If the group is not on MPI, the parser ends the command with the ``start`` command to use.
     """
     began = not dist.is_initialized()
     if began:

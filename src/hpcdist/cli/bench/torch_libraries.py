@@ -38,7 +38,7 @@ BATCH = 8
 MICROBATCHES = 4
 
 mesh_of = partial(DeviceMesh.from_group, device_type="cpu")
-checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")  # which declares no exports
+checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")  # it declares no exports
 
 Step = Callable[[], Any]
 
@@ -70,7 +70,7 @@ def measure(bench: Bench) -> None:
 
 
 def perceptron(parameters: float) -> nn.Sequential:
-    """Return a stack of square linear layers with about this many parameters, equal on all ranks."""
+    """Return a stack of square linear layers with about this number of parameters, equal on all ranks."""
     torch.manual_seed(0)
     width = max(1, round((parameters / LAYERS) ** 0.5))
     layers = [nn.Linear(width, width) for _ in range(LAYERS)]
@@ -78,7 +78,7 @@ def perceptron(parameters: float) -> nn.Sequential:
 
 
 def ddp_step(options: Namespace, group: Any, is_synced: bool = True) -> Step:
-    """Return a training step of DistributedDataParallel, whose gradients are exchanged or not."""
+    """Return a training step of DistributedDataParallel, with or without the exchange of gradients."""
     model: Any = perceptron(options.parameters)
     parallel = DistributedDataParallel(
         model, process_group=group, bucket_cap_mb=options.bucket_mb, gradient_as_bucket_view=True
@@ -106,7 +106,7 @@ def trainer(model: nn.Module, width: int, batch: int = BATCH, **options: Any) ->
 
 
 def fsdp_step(options: Namespace, group: Any) -> Step:
-    """Return a training step of a model that FSDP2 has sharded, layer by layer, with its gradients clipped."""
+    """Return a training step of a model sharded by FSDP2, layer by layer, with clipped gradients."""
     model: Any = perceptron(options.parameters)
     mesh = mesh_of(group)
     for layer in model:
@@ -123,7 +123,7 @@ def fsdp_step(options: Namespace, group: Any) -> Step:
 
 
 def redistribution(group: Any) -> Step:
-    """Return a redistribution of a DTensor from rows to all of it, to columns, and back to rows."""
+    """Return a redistribution of a DTensor from rows to replicas, to columns, and back to rows."""
     mesh = mesh_of(group)
     rows = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(0)])
 
@@ -141,7 +141,7 @@ def tensor_parallel_step(group: Any) -> Step:
 
 
 def pipeline_step(group: Any) -> Step:
-    """Return a training step of a pipeline of one stage a rank, by the schedule GPipe."""
+    """Return a training step of a pipeline with one stage for each rank, by the schedule GPipe."""
     torch.manual_seed(0)
     rank, size = group.rank(), group.size()
     stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, size, torch.device("cpu"), group=group)
@@ -153,7 +153,7 @@ def pipeline_step(group: Any) -> Step:
 
 
 def save(options: Namespace, parent: str, group: Any) -> Step:
-    """Return a save of a state of which each rank holds a shard, over the last one; without a group, of this shard."""
+    """Return a save of a sharded state, over the previous one; without a group, of this rank's shard only."""
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
     weights = torch.ones(dist.get_world_size(), int(options.parameters) // dist.get_world_size())
     state = {

@@ -31,7 +31,7 @@ from hpcdist.cli.doctor.supervision import CONNECTION, Step, supervise, watch
 from hpcdist.cli.job_arguments import JobParser, file, positive
 from hpcdist.launch import environment
 
-SECONDS = 120.0  # time limit of one topic; the longest is the start of MPI in a large job
+SECONDS = 120.0  # seconds for one topic; the longest is the start of MPI in a large job
 
 LOCAL = "before MPI is started, on each rank by itself"
 IN_WORLD = "with the world's communicator, None without MPI"
@@ -62,7 +62,7 @@ def parser() -> JobParser:
 def run(args: list[str]) -> int:
     """Run the command; return 0 if nothing is wrong, 1 if something is, 2 for wrong arguments."""
     options = parser().parse_args(args)
-    warnings.simplefilter("ignore")  # the findings cover what mpi4py and torch warn about
+    warnings.simplefilter("ignore")  # the findings include the warnings of mpi4py and torch
     work, report = partial(examine, options=options), partial(report_end, options=options)
     if CONNECTION in os.environ:
         return watch(work, options.seconds, report)
@@ -97,7 +97,7 @@ def examine(tell: Step, options: Namespace) -> int:
         chapters = judge(ranks) | ({mpi_world.TITLE: [failure]} if failure else {})
         status = [1 if page.count(chapters, PROBLEM) else 0]
         launch = environment.detect()
-        # without a common world every rank is rank 0 of a world of its own
+        # without a common world every rank has a world of its own
         if (failure is None or launch is None or launch.rank == 0) and not show(chapters, ranks, options):
             status = [1]
     dist.broadcast_object_list(status, 0)
@@ -108,7 +108,7 @@ def examine(tell: Step, options: Namespace) -> int:
 def start(facts: Facts) -> tuple[Any, Finding | None]:
     """Create the world that a script's ``init_process_group()`` would create; if that fails, one of one rank.
 
-    Return its communicator, None without MPI; and the finding that says what failed, if any.
+    Return its communicator, None without MPI; and the finding of a failure, if any.
     """
     launch = environment.detect()
     failure: Finding | None = None
@@ -138,7 +138,7 @@ def judge(ranks: list[Facts]) -> page.Chapters:
 
 
 def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> bool:
-    """Print the page, and write it for the browser if that was asked for; tell whether that could be done."""
+    """Print the page, and write it for the browser if requested; tell whether that succeeded."""
     if options.json:
         page.write_json(chapters, ranks)
     else:
@@ -153,7 +153,7 @@ def show(chapters: page.Chapters, ranks: list[Facts], options: Namespace) -> boo
 
 
 def report_end(how: str, options: Namespace) -> None:
-    """Report checks that ended their own process or did not end: a page on the launcher's rank 0, a line on others."""
+    """Report checks that ended their process or did not end: a page on the launcher's rank 0, a line on others."""
     launch = environment.detect()
     text = f"{how}; its output is above"
     if launch is not None and launch.rank != 0:

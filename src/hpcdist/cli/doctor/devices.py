@@ -1,4 +1,4 @@
-"""GPUs: which there are, whether they compute, and whether each rank has its own."""
+"""GPUs: their names, whether they compute, and whether each rank has its own."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def look() -> Facts:
 
 
 def own() -> int:
-    """Return the GPU that NCCL's groups take for this rank, or else the current one."""
+    """Return the GPU that NCCL's groups choose for this rank, or else the current one."""
     with suppress(DistBackendError):
         return devices.mine().index
     return torch.cuda.current_device()
 
 
 def compute(index: int) -> str:
-    """Add numbers on a GPU; return ``works`` or what went wrong."""
+    """Add numbers on a GPU; return ``works`` or the error."""
     try:
         total = torch.arange(1000, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from hpcdist.core.ranks import by_value, listed
 
-Facts = dict[str, Any]  # what one rank found
+Facts = dict[str, Any]  # the facts of one rank
 
-OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"  # only a problem makes the exit status 1
+OK, NOTE, ADVICE, PROBLEM = "ok", "note", "advice", "problem"  # only problems make the exit status 1
 
 
 class Finding(NamedTuple):
@@ -21,6 +21,6 @@ class Finding(NamedTuple):
 
 
 def differing(values: Iterable[str | None]) -> str:
-    """Return which ranks have which value; nothing if all have the same."""
+    """Return the ranks of each value as text; empty if all have the same."""
     seen = by_value(values)
     return "; ".join(f"{value or 'none'} on {listed(those)}" for value, those in seen.items()) if len(seen) > 1 else ""

@@ -1,4 +1,4 @@
-"""Memory shared within a node: how much there is, tested by writing to it."""
+"""Memory shared within a node: its size, tested by writing to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcdist.core.ranks import plural
 from hpcdist.launch import environment, topology
 
 TITLE = "Memory shared within a node"
-NEED = 8 << 20  # bytes a rank: hpcdist's window, and some for MPI itself
+NEED = 8 << 20  # bytes for each rank: hpcdist's window, and some for MPI itself
 
 
 def look(comm: Any) -> Facts:
@@ -27,7 +27,11 @@ def look(comm: Any) -> Facts:
         "free": memory_file.free(),
         "locked": locked_limit(),
         "processor": topology.processor(),
-        "thresholds": {"setting": setting, "file": file, "error": error},  # what says from which size on it is used
+        "thresholds": {
+            "setting": setting,
+            "file": file,
+            "error": error,
+        },  # their source
         "tried": None,
         "ranks": 1,
     }
@@ -56,7 +60,7 @@ def share(node: Any) -> str:
 
 
 def locked_limit() -> int | None:
-    """Return how many bytes may be locked if there is an InfiniBand adapter and a limit, else None."""
+    """Return the limit of locked memory in bytes, if there are an InfiniBand adapter and a limit, else None."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return soft if Path("/dev/infiniband").exists() and soft != resource.RLIM_INFINITY else None
 
@@ -87,7 +91,7 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
 
 
 def judge_thresholds(first: Facts, most: int) -> Finding:
-    """Report by which table rank 0, and so every rank, decides from which size on shared memory is used."""
+    """Report which table of thresholds rank 0, and so every rank, uses for shared memory."""
     name, found = first["processor"], first["thresholds"]
     tune = f"srun --ntasks={max(most, 2)} --nodes=1 python -m hpcdist tune   # a minute, once for this processor"
     if found["error"]:

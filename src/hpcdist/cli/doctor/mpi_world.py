@@ -34,7 +34,7 @@ def look(comm: Any) -> Facts:
 
 
 def look_at_revocation(comm: Any) -> str:
-    """Revoke a communicator and shrink it, which is how a job goes on without a lost rank."""
+    """Revoke a communicator and shrink it, as a job does that continues without a lost rank."""
     from mpi4py import MPI
 
     own = comm.Dup()
@@ -46,7 +46,7 @@ def look_at_revocation(comm: Any) -> str:
         own.Free()
         return "not in this MPI"
     if not runtime.is_fault_tolerant():
-        return "not switched on"  # and MPI_Comm_shrink would wait for ever
+        return "not switched on"  # and MPI_Comm_shrink would wait forever
     try:
         shrunk = own.Shrink()
     except MPI.Exception as error:

@@ -1,7 +1,7 @@
 """Network between nodes: whether every node reaches every other, by its name and on each of its addresses.
 
-The first rank of each node listens on a free port; the first ranks of the others connect and must read that listener's
-word, and ask its watchdog, by UDP, for an answer.
+The first rank of each node listens on a free port; the first ranks of the other nodes connect and must read that
+listener's word, and ask its watchdog for an answer by UDP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AT_ONCE = 32
 
 @contextlib.contextmanager
 def listening(word: bytes) -> Iterator[int]:
-    """Send ``word`` to whoever connects; yield the port."""
+    """Send ``word`` to each client that connects; yield the port."""
     ended = threading.Event()
     with socket.create_server(("", 0), backlog=1024) as server:
         server.settimeout(0.2)
@@ -47,7 +47,7 @@ def listening(word: bytes) -> Iterator[int]:
 
 
 def connect(host: str, port: int, word: bytes) -> str | float:
-    """Connect and read the word; return the milliseconds it took, or what went wrong."""
+    """Connect and read the word; return the time in milliseconds, or the error."""
     start = time.perf_counter()
     try:
         with socket.create_connection((host, port), timeout=SECONDS) as link, link.makefile("rb") as file:
@@ -66,9 +66,9 @@ def look() -> Facts:
     facts: Facts = {
         "node": keys[rank],
         "interfaces": interfaces,
-        "named": addresses.named(),  # what this host's name means on this host
-        "tried": [],  # node, interface or "name", address; milliseconds, or what went wrong
-        "answered": [],  # the nodes whose watchdogs did
+        "named": addresses.named(),  # the addresses to which this host resolves its own name
+        "tried": [],  # node, interface or "name", address; milliseconds, or the error
+        "answered": [],  # the nodes whose watchdogs answered
     }
     if len(set(keys)) == 1:
         return facts

@@ -56,14 +56,14 @@ def write(chapters: Chapters, size: int) -> None:
     for finding in wanted:
         mark, style = marks[finding.level]
         console.print(Text(f"{mark} {finding.text}", style))
-        # commands are meant to be copied: they are never wrapped
+        # commands will be copied: they are never wrapped
         console.print(Text(f"    {finding.remedy or 'no fix is known'}"), soft_wrap=True)
     console.print()
     console.rule(Text(verdict(chapters), "bold red" if count(chapters, PROBLEM) else "green"))
 
 
 def to_fix(chapters: Chapters) -> list[Finding]:
-    """Return what is wrong, and after it what could be better."""
+    """Return the problems, and then the advice."""
     found = [finding for findings in chapters.values() for finding in findings]
     return [finding for level in (PROBLEM, ADVICE) for finding in found if finding.level == level]
 

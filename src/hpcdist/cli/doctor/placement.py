@@ -15,7 +15,7 @@ from hpcdist.core.ranks import by_value, listed, plural
 from hpcdist.launch import environment, topology
 
 TITLE = "Where the ranks run"
-CARDS = ("UCX_NET_DEVICES", "NCCL_IB_HCA")  # which network cards are used
+CARDS = ("UCX_NET_DEVICES", "NCCL_IB_HCA")  # the variables that choose network cards
 MOST_LINES = 12  # beside advice
 CRAY_CARDS = "MPICH_OFI_NIC_POLICY"
 
@@ -47,12 +47,12 @@ def look() -> Facts:
 
 
 def address(index: int) -> str:
-    about: Any = torch.cuda.get_device_properties(index)  # whose stub lacks these
+    about: Any = torch.cuda.get_device_properties(index)  # the stub lacks these
     return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
 
 def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None], gpu: int | None) -> Facts:
-    """Return where a rank is on its node, given its logical CPUs, and the NUMA domains of its GPUs and of its own."""
+    """Return a rank's place on its node: its logical CPUs and their NUMA domains, and those of its GPUs."""
     domains = node.domains(cores)
     here = domains if gpu is None else [gpu]
     return {
@@ -67,7 +67,7 @@ def in_domains(node: topology.Topology, cores: list[int], gpus: list[int | None]
 
 
 def cpu_quota() -> float | None:
-    """Return how many cores the job's control group, or one around it, allows, or None if none sets a limit."""
+    """Return the number of cores that the job's control group, or a parent of it, allows, or None without a limit."""
     said = [topology.text(each / "cpu.max").split() for each in topology.control_groups()]
     return min((int(each[0]) / int(each[1]) for each in said if len(each) == 2 and each[0] != "max"), default=None)
 
@@ -146,7 +146,7 @@ def judge_cores(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findi
 
 
 def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[int]], fix: str) -> Finding:
-    """Check ranks of which some are bound to the same cores: there are enough of them, or not."""
+    """Check ranks that are bound to the same cores: there may be enough cores or not."""
     for cores in set(sets.values()):
         those = [rank for rank in places if sets[rank] == cores]
         if sum(places[rank]["threads"] for rank in those) > len(cores):
@@ -155,14 +155,14 @@ def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[
 
 
 def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix: str) -> Iterator[Finding]:
-    """Check the NUMA domains in which the ranks of one node run: a rank is best in one, and none should be idle."""
+    """Check the NUMA domains of one node's ranks: a rank should run in one, and no domain should be idle."""
     used = sorted(set().union(*(place["numa"] for place in places.values())))
     idle = sorted(set(available) - set(used))
     if idle and len(places) > max(1, len(used)):
         text = f"all {len(places)} ranks on {node} run in NUMA {domains(used)}; the job may use {domains(idle)} too"
         yield Finding(ADVICE, text, fix)
     if len({tuple(place["cores"]) for place in places.values()}) == 1:
-        return  # ranks that are not bound were named
+        return  # unbound ranks are reported already
     share = -(-len(available) // len(places))
     wide = [rank for rank, place in places.items() if len(place["numa"]) > share]
     across = [rank for rank in wide if len(places[rank]["sockets"]) > 1 and places[rank]["threads"] > 1]
@@ -173,7 +173,7 @@ def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix
 
 
 def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
-    """Check whether each rank's cores are in the NUMA domain of its GPU; if not, find an order in which they are."""
+    """Check whether each rank's cores are in the NUMA domain of its GPU; if not, find an order that fits."""
     far = [rank for rank, place in places.items() if place["gpu"] is not None and place["gpu"] not in place["numa"]]
     if not far:
         return
@@ -182,7 +182,7 @@ def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findin
         f"{listed(far)} on {node}: the GPU is in another NUMA domain than the cores, for rank {far[0]} in "
         f"{domains([some['gpu']])}, and the cores in {domains(some['numa'])}"
     )
-    order: list[int] = []  # the GPUs, each near to the rank that takes it
+    order: list[int] = []  # an order of the GPUs, each near to its rank
     for place in places.values():
         near = (index for index, gpu in enumerate(some["gpus"]) if gpu in place["numa"] and index not in order)
         order += [index for index in [next(near, None)] if index is not None]
@@ -197,7 +197,7 @@ def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findin
 
 
 def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
-    """Check whether a variable keeps ranks from the network card nearest to their GPU, or else to their cores."""
+    """Check whether a variable excludes the network card nearest to a rank's GPU, or else to its cores."""
     for variable in CARDS:
         far: dict[int, str] = {}  # rank -> its nearest card
         for rank, place in places.items():
@@ -220,7 +220,7 @@ def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
 
 
 def chosen(value: str, cards: dict[str, int]) -> list[str]:
-    """Return the cards that a variable names: ``mlx5_0:1,mlx5_1:1``; NCCL's ``=`` is exact, ``^`` means all others."""
+    """Return the cards that a variable allows: ``mlx5_0:1,mlx5_1:1``; NCCL's ``=`` is exact, ``^`` means all others."""
     is_exact, names = "=" in value[:2] or ":" in value, re.findall(r"[a-z]\w*", re.sub(r":\d+", "", value))
     named = [card for card in cards if any(card == name if is_exact else card.startswith(name) for name in names)]
     return [card for card in cards if card not in named] if value.startswith("^") else named
@@ -231,7 +231,7 @@ def domains(numbers: list[int]) -> str:
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """Shorten the page of a large job: keep the first lines and all advice, count the others."""
+    """Shorten the page of a large job: keep the first lines and all advice, and count the rest."""
     kept = [*findings[:MOST_LINES], *(each for each in findings[MOST_LINES:] if each.level == ADVICE)]
     left = len(findings) - len(kept)
     return [*kept, Finding(NOTE, f"and {left} more lines of this kind (--json has all)")] if left else kept

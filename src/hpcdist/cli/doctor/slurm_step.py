@@ -39,7 +39,7 @@ def look() -> Facts:
 
 
 def library() -> str:
-    """Return the name of the MPI library; nothing if there is none."""
+    """Return the name of the MPI library; empty without one."""
     with suppress(DistBackendError):
         return runtime.short_name(runtime.load())
     return ""
@@ -51,16 +51,16 @@ def offered(srun: str) -> list[str]:
 
 
 def fitting(library: str, pmis: Sequence[str]) -> str | None:
-    """Return the PMI for a library, of those that srun has; None if none fits, or there is no library."""
+    """Return the PMI of srun for a library; None if none fits, or there is no library."""
     needed = family(library)[1] if library else ()
     return next((pmi for pmi in needed if any(each.startswith(pmi) for each in pmis)), None)
 
 
 def whole_allocation(ranks: int | None = None) -> list[str]:
-    """Return the srun that starts ranks on all of this allocation, by default as many as it has tasks.
+    """Return the srun command that starts ranks on all of this allocation, by default as many as it has tasks.
 
-    That is an empty list outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has
-    started. A command typed at the shell of ``srun --pty`` or ``salloc`` has that step's variables and is not a rank.
+    Empty outside an allocation, if srun cannot start this MPI, and in a rank that a launcher has started. A command at
+    the shell of ``srun --pty`` or ``salloc`` has that step's variables and is not a rank.
     """
     launch = environment.detect()
     is_typed = sys.stdin is not None and sys.stdin.isatty() and os.environ.get("SLURM_TASK_PID") != str(os.getpid())
@@ -74,7 +74,7 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
         return []
     tasks = ranks or int(sizes["NumTasks"])
     overlap = ["--overlap"] if "SLURM_STEP_ID" in os.environ else []  # with the shell's own step
-    cpus = os.environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take from sbatch
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK")  # srun does not inherit it from sbatch
     each = [f"--cpus-per-task={cpus}"] if cpus and ranks is None and not overlap else []
     return [srun, *overlap, *each, f"--nodes={min(int(sizes['NumNodes']), tasks)}", f"--ntasks={tasks}", f"--mpi={pmi}"]
 

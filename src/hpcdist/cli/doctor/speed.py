@@ -17,9 +17,9 @@ from hpcdist.launch import environment
 
 TITLE = "Results and speed"
 SMALL, LARGE = 8, 4 << 20  # bytes
-SECONDS = 0.5  # at most, for one measurement
+SECONDS = 0.5  # seconds at most, for one measurement
 
-# Highest latency and lowest bandwidth that count as good, and what a worse figure usually means. Shared memory on one
+# The highest latency and lowest bandwidth that are good, and the usual cause of a worse figure. Shared memory on one
 # node takes a few microseconds, and so does a cluster's network between nodes; TCP over Ethernet takes tens of
 # microseconds and reaches about 1 GB/s.
 LIMITS = {
@@ -54,7 +54,7 @@ def look() -> Facts:
 
 
 def addends(rank: int, size: int) -> torch.Tensor:
-    """Return what a rank adds: 1 to 3 in two of ``size`` places, so that each dtype holds every sum, of any ranks."""
+    """Return a rank's addends: 1 to 3 in two of ``size`` elements, so that no sum of any number of ranks overflows."""
     places = torch.arange(max(1000, size))
     return (places % 3 + 1) * (((places - rank) % size == 0) | ((places - rank + 1) % size == 0))
 
@@ -64,7 +64,7 @@ def expected_sums(size: int) -> torch.Tensor:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return the median time of a call; all ranks make it equally often."""
+    """Return the median time of a call; all ranks make it the same number of times."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(3):

@@ -1,9 +1,10 @@
-"""Supervision of checks that end the process or never end, as MPI_Init may if launcher and library do not fit.
+"""Supervision of checks that end the process or never end, such as MPI_Init if launcher and library do not match.
 
-The checks run in a forked process; this one calls no MPI, waits for it, and can tell what became of it. Launchers allow
-that: their rank's process is often a shell whose child calls MPI. MPICH's is the exception: it hands its processes a
-connection (PMI_FD), and often killed the job at its end when two processes held it (MPICH 5.0.2, 8 of 12 jobs of four
-ranks), always when only the forked one did. There the checks run in this process, and a thread looks at the clock.
+The checks run in a forked process; this one makes no calls of MPI, waits for it, and can report its end. Launchers
+allow that: their rank's process is often a shell whose child calls MPI. MPICH's is the exception: it passes its
+processes a connection (PMI_FD), and often killed the job at its end when two processes held it (MPICH 5.0.2, 8 of 12
+jobs of four ranks), always when only the forked one did. There the checks run in this process, and a thread watches the
+time.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ Step = Callable[[str], None]
 
 FORK = multiprocessing.get_context("fork")
 CONNECTION = "PMI_FD"
-SECONDS_TO_END = 2.0  # for checks that SIGINT interrupts
+SECONDS_TO_END = 2.0  # seconds for checks that SIGINT interrupts
 END = "page written"
 
 
 def supervise(work: Callable[[Step], int], seconds: float, report: Callable[[str], None]) -> int:
     """Run the checks in a process of their own, and return their status.
 
-    If a step ends that process or takes longer than so many seconds, this is reported, and the status is 1. On SIGINT,
-    or when it is late, the process is killed.
+    If a step ends that process or takes longer than ``seconds``, this is reported, and the status is 1. After SIGINT,
+    or if it is late, the process is killed.
     """
     steps, writer = FORK.Pipe(duplex=False)
     checks = FORK.Process(target=run, args=(work, writer))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until each of the two processes can handle it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until both processes can handle it
     checks.start()
     writer.close()
     try:
@@ -75,7 +76,7 @@ def watch(work: Callable[[Step], int], seconds: float, report: Callable[[str], N
 
 
 def follow(steps: Connection, seconds: float) -> tuple[str, bool]:
-    """Return the last step of checks that have ended; or what to report of one that takes longer, and True."""
+    """Return the last step of checks that have ended, or the report of a step that takes too long, and True."""
     step = "start"
     with suppress(EOFError):
         while steps.poll(seconds):
@@ -85,12 +86,12 @@ def follow(steps: Connection, seconds: float) -> tuple[str, bool]:
 
 
 def run(work: Callable[[Step], int], steps: Connection) -> None:
-    """Do the checks, in the forked process, and end MPI as a program would."""
+    """Run the checks, in the forked process, and end MPI as a program would."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         status = work(steps.send)
         steps.send(END)
-        atexit._run_exitfuncs()  # which a forked process does not call
+        atexit._run_exitfuncs()  # a forked process does not call it
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     sys.exit(status)

@@ -14,7 +14,7 @@ from hpcdist_stores.tcp.wire import WOKEN
 
 
 class Refused(Exception):
-    """Closes the connection: the protocol has no other way to refuse."""
+    """Closes the connection: the protocol has no error reply."""
 
 
 class Wait:
@@ -81,7 +81,7 @@ class Space:
         self.arrivals: dict[bytes, dict[Wait, None]] = {}
 
     def tick_off(self, key: bytes) -> None:
-        """Tick a written key off all waits; it stays ticked off even if deleted meanwhile."""
+        """Tick a written key off all waits; it stays ticked off even if it is deleted meanwhile."""
         for wait in self.waits.pop(key):
             wait.tick_off()
 

@@ -1,4 +1,4 @@
-"""Server's process: an event loop in which one thread serves many peers, hostile ones among them, in bounded memory.
+"""Event loop of the server: one thread serves many peers, also hostile ones, in bounded memory.
 
 Each readable peer is read once, all complete requests are answered with one send, and the
 rest of an unfinished frame is kept. A peer that does not read its replies is not read either. If the unfinished
@@ -31,9 +31,9 @@ from hpcdist_stores.tcp.wire import GREETING_SECRET, HELLO, NONCE_SIZE, PROOF_SI
 READ_SIZE = 64 * 1024
 UNFINISHED_LIMIT = 8 * 1024 * 1024  # bytes in unfinished frames of all peers, above which those that stall are closed
 JOIN_MAX = 256 * 1024  # replies up to this size are joined into one send
-STALL_S = 1.0  # a frame stalls if nothing came for so long
+STALL_S = 1.0  # seconds without data after which a frame stalls
 TICK_S = 0.25
-GREET_S = 10.0  # how long a peer may take to prove the secret, or to begin when descriptors run out
+GREET_S = 10.0  # seconds that a peer may take to prove the secret, or to begin when descriptors run out
 
 READ = select.EPOLLIN
 WRITE = select.EPOLLOUT
@@ -44,7 +44,7 @@ class Server:
 
     def __init__(self, listener: socket.socket, secret: bytes | None, owner: int) -> None:
         self.listener = listener
-        self.owner = owner  # the process that has started this one
+        self.owner = owner  # the parent process
         self.secret = secret
         self.space = Space()
         self.epoll = select.epoll()
@@ -55,7 +55,7 @@ class Server:
         self.is_full = False
         listener.setblocking(False)
         for level, option in ((socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)):
-            listener.setsockopt(level, option, 1)  # accepted sockets have what their listener has
+            listener.setsockopt(level, option, 1)  # accepted sockets inherit it from their listener
         self.watch(listener.fileno(), self.accept_all)
 
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class Server:
         self.epoll.register(fd, READ)
 
     def stop(self) -> None:
-        """End the loop after the events at hand: replies on their way still go out."""
+        """End the loop after the current events: their replies are still sent."""
         self.running = False
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class Server:
                     self.close(peer)
 
     def accept_all(self) -> None:
-        """Accept every connection that is waiting."""
+        """Accept all waiting connections."""
         while True:
             try:
                 sock, _ = self.listener.accept()
@@ -93,17 +93,17 @@ class Server:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self.is_full = True  # connections stay in the backlog while there is no descriptor for them
+                    self.is_full = True  # without a free descriptor connections stay in the backlog
                     self.epoll.modify(self.listener.fileno(), 0)
                     return
-                continue  # that one left before it was taken
+                continue  # that client left before
             sock.setblocking(False)
             peer = Peer(sock, self.transmit)
             self.connections[peer.fd] = peer
             self.epoll.register(peer.fd, READ)
 
     def tick(self, now: float) -> None:
-        """Do what needs a clock: the owner's life, descriptors, late proofs, frames that stall."""
+        """Run the periodic checks: the owner's life, descriptors, late proofs, frames that stall."""
         if os.getppid() != self.owner:
             self.stop()
         if self.is_full or self.secret:
@@ -116,7 +116,7 @@ class Server:
             self.close_all(p for p in begun if now - p.touched > STALL_S)
 
     def read(self, peer: Peer) -> None:
-        """Read once and answer what is complete."""
+        """Read once and answer all complete requests."""
         try:
             data = peer.recv(READ_SIZE)
         except BlockingIOError:
@@ -158,7 +158,7 @@ class Server:
         if out:
             self.transmit(peer, out)
         if pos < len(data) and peer.fd in self.connections:
-            if peer.need == pos and peer.unsent is None:  # whole requests are left; the replies are sent first
+            if peer.need == pos and peer.unsent is None:  # complete requests are left; the replies are sent first
                 peer.unsent = deque()
                 self.epoll.modify(peer.fd, WRITE)
             peer.buf = bytearray(memoryview(data)[pos:])
@@ -167,7 +167,7 @@ class Server:
             self.unfinished += len(peer.buf)
 
     def greet(self, peer: Peer, data: bytes) -> int:
-        """Check how a connection begins; return how much of it has been taken."""
+        """Check the beginning of a connection; return the number of bytes used."""
         if peer.nonce is None:
             peer.need = 5 if self.secret is None else len(HELLO)
             if not HELLO.startswith(data[: peer.need]):
@@ -194,7 +194,7 @@ class Server:
         return peer.need
 
     def transmit(self, peer: Peer, out: list[bytes]) -> None:
-        """Send replies, or queue what the peer does not take now."""
+        """Send replies, and queue the part that the peer does not take now."""
         if peer.unsent is not None:
             peer.unsent.extend(out)
             return
@@ -218,7 +218,7 @@ class Server:
             self.epoll.modify(peer.fd, WRITE)
 
     def flush(self, peer: Peer) -> None:
-        """Send what is queued for a peer, a part of it at a time; then go on with its requests."""
+        """Send a peer's queued replies, part by part; then continue with its requests."""
         unsent = peer.unsent
         assert unsent is not None, "only peers with queued replies are watched for writing"
         if unsent:
@@ -246,14 +246,14 @@ class Server:
             self.close(peer)
 
     def close(self, peer: Peer) -> None:
-        """Forget a peer: its wait, its unfinished frame, its descriptor."""
+        """Remove a peer: its wait, its unfinished frame, its descriptor."""
         if self.connections.pop(peer.fd, None) is None:
             return
         if peer.wait is not None:
             peer.wait.drop()
         self.forget(peer)
         peer.unsent = None
-        peer.sock.close()  # epoll forgets a closed descriptor by itself
+        peer.sock.close()  # epoll removes a closed descriptor by itself
 
 
 def main(arguments: list[str]) -> None:
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> None:
     """
     owner, control_fd, listen_fd = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # ranks that save a checkpoint on SIGTERM still need their store
+        signal.signal(number, signal.SIG_IGN)  # ranks that write a checkpoint on SIGTERM still need their store
     with contextlib.suppress(OSError, ValueError):
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -273,5 +273,5 @@ def main(arguments: list[str]) -> None:
     secret = control.recv(size, socket.MSG_WAITALL) if size else None
     server = Server(socket.socket(fileno=listen_fd), secret, owner)
     server.watch(control_fd, server.stop)
-    gc.disable()  # no cycles are made here, and a collection over many keys takes milliseconds
+    gc.disable()  # there are no reference cycles here, and a collection over many keys takes milliseconds
     server.run()

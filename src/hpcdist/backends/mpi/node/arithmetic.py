@@ -1,7 +1,6 @@
-"""Arithmetic of node-shared reductions: what is computed on slices of memory, for every dtype and op.
+"""Arithmetic of node-shared reductions on slices of memory, for every dtype and op.
 
-Which pairs of dtype and op have a meaning is checked before, by `core.reduction`; here is what combines two slices into
-a third.
+`core.reduction` has checked that the dtype and op have a meaning; the functions here combine two slices into a third.
 
 - Half types (float16, bfloat16, complex32) accumulate in the wider type and round once at the end. With two
   contributions torch does exactly that inside one `add`, so they need no accumulator; with more, one kernel of torch
@@ -29,7 +28,7 @@ Combine = Callable[..., Any]
 
 
 def by_numpy(ufunc: Any) -> Combine:
-    """Return a function of NumPy as one of torch's."""
+    """Return a function of NumPy with the interface of torch's."""
 
     def combine(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
         ufunc(a.numpy(), b.numpy(), out=out.numpy())
@@ -49,16 +48,16 @@ SIGNED_TWINS: dict[torch.dtype, torch.dtype] = {
     torch.uint64: torch.int64,
 }
 
-# all but float8, of which torch adds nothing
+# not float8: torch has no additions of it
 DTYPES = tuple(dtype for dtype in KIND_OF if dtype.itemsize > 1 or not dtype.is_floating_point)
 WIDER = {dtype: wide for dtype, wide in WIDE.items() if dtype in DTYPES}
 
-STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's first cache
-FOLD_BYTES = 256 << 10  # of a slice that are added up at a time: those of four ranks stay in a core's second cache
+STACK_WIDTH = 512  # elements that `Fold.add_stack` adds at a time: their float32 sums stay in a core's L1 cache
+FOLD_BYTES = 256 << 10  # bytes of a slice that are added at a time: those of four ranks stay in a core's L2 cache
 
 
 class Fold:
-    """Reduces slices of one dtype by one op, over as many contributions as ``ranks``, the divisor of AVG.
+    """Reduces slices of one dtype by one op, over ``ranks`` contributions, also the divisor of AVG.
 
     It keeps memory of its own, so it is one communicator's.
     """
@@ -67,14 +66,14 @@ class Fold:
         name = combining(dtype, op)
         is_unsigned = dtype in SIGNED_TWINS and op in COMBINE_UNSIGNED
         self.combine = COMBINE_UNSIGNED[op] if is_unsigned else COMBINE[name]
-        # Under this dtype a slice is computed; the twin has the same bits.
+        # the dtype of the computation; a twin has the same bits
         self.dtype = dtype if is_unsigned else SIGNED_TWINS.get(dtype, dtype)
         self.wide = WIDER.get(dtype) if name in ("SUM", "PRODUCT") else None
         self.adds_stacks = self.wide is torch.float32 and name == "SUM"
         self.divisor = ranks if op == "AVG" else 0
         self.op = op
         self._step = FOLD_BYTES // dtype.itemsize
-        self._scratch: torch.Tensor | None = None  # an accumulator, and room for a part, both of the wider dtype
+        self._scratch: torch.Tensor | None = None  # an accumulator and memory for one part, both of the wider dtype
 
     def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Reduce slices of one length in the order given and write the result, rounded once.
@@ -83,7 +82,7 @@ class Fold:
         """
         numel, step = out.numel(), self._step
         if numel <= step or (len(parts) <= 2 and not self.divisor):
-            self._reduce(parts, out)  # of little memory, or in one pass
+            self._reduce(parts, out)  # little memory, or one pass
             return
         for low in range(0, numel, step):
             self._reduce([part[low : low + step] for part in parts], out[low : low + step])
@@ -92,7 +91,7 @@ class Fold:
         if self.wide is not None and (len(parts) > 2 or self.divisor):
             if self._scratch is None:
                 self._scratch = torch.empty(2, self._step, dtype=self.wide, device="cpu")
-            # torch would widen a slice into memory that it gets from the system each time, which takes a third longer
+            # torch would widen a slice into new memory each time, which takes a third longer
             total, spare = self._scratch[:, : out.numel()]
             total.copy_(parts[0])
             for part in parts[1:]:
@@ -111,8 +110,8 @@ class Fold:
     def add_stack(self, stack: torch.Tensor) -> torch.Tensor:
         """Return the sum or average of slices, each a row, added in the wider dtype, rounded once (`adds_stacks`).
 
-        To torch this is average pooling over rows of `STACK_WIDTH` channels, of which a row has a multiple: of its
-        kernels for half types the one that adds more than two tensors in one pass, in float32.
+        For torch this is average pooling over rows of `STACK_WIDTH` channels, of which a row has a multiple: the only
+        one of its kernels that adds more than two tensors of half types in one pass, in float32.
         """
         rows = stack.size(0)
         images = stack.view(1, rows, -1, STACK_WIDTH).permute(0, 3, 1, 2)

@@ -1,9 +1,9 @@
 """Call board of a node: shared memory in which each rank of a group writes the collective that it is about to make.
 
-A word of 8 bytes says a call: which one it is (row, dtype, op, root), its size, and its number modulo 2^16. A size that
-the word has no room for, or that is one rank's own, is in a second word. Equal calls are equal words, so that ranks
-compare them without reading them. The words of the last calls of each rank lie in a ring; call n of a rank is at n
-modulo the ring's length. ``call_check`` says who writes and reads what when.
+A word of 8 bytes encodes a call: its kind (row, dtype, op, root), its size, and its number modulo 2^16. A size that
+does not fit, or that only one rank knows, is in a second word. Equal calls have equal words, so that ranks compare them
+without decoding them. The words of the last calls of each rank lie in a ring; call n of a rank is at n modulo the
+ring's length. ``call_check`` describes the protocol of writes and reads.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from hpcdist.launch.environment import NODE_KEY
 # which no death ends. The rest is for the next calls after an error that slower ranks have not raised yet.
 RING = 4 * BLOCK
 LAST = RING - 1
-COUNTS_KEPT = 8  # of those, whose counts can be read
-COUNTS_BYTES = 1 << 20  # the most memory for counts; larger groups write none
+COUNTS_KEPT = 8  # the calls among them whose counts can be read
+COUNTS_BYTES = 1 << 20  # the most memory for counts, in bytes; larger groups write none
 DECISIONS = 16
 # The bits of a word, from the lowest: the number, the size, the root, the op, the dtype, and 5 for the call; 63 in all.
 NUMBER_BITS, SIZE_BITS, ROOT_BITS, OP_BITS, DTYPE_BITS = 16, 17, 15, 4, 6
 NUMBER = (1 << NUMBER_BITS) - 1
-AHEAD = 1 << NUMBER_BITS - 1  # from here on a difference of two numbers is negative
-SIZES = (1 << SIZE_BITS) - 1  # there is room for sizes below
-WIDE = SIZES << NUMBER_BITS  # in place of the size: it is in the second word
+AHEAD = 1 << NUMBER_BITS - 1  # a difference of two numbers from here on is negative
+SIZES = (1 << SIZE_BITS) - 1  # sizes below fit into the word
+WIDE = SIZES << NUMBER_BITS  # in place of the size, which is in the second word
 ROOT = 1 << NUMBER_BITS + SIZE_BITS
 CELL = struct.Struct("=qq")  # the two words
-FEW = 8  # ranks that are looked at one by one
-COUNTED = 1 << 48  # sizes at and above are a hash of counts, below zero the counts of one rank
+FEW = 8  # up to so many ranks are compared one by one
+COUNTED = 1 << 48  # from here on a size is a hash of counts; below zero, counts that only one rank knows
 
 LEAVE, SPLIT = "destroy_process_group", "new_group"
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object", "scatter_object")
-# the user's calls that gather objects from all ranks: the word has which one it is in place of a root
+# the user's calls that gather objects from all ranks: their index is in the word in place of a root
 GATHERS = (
     OBJECTS[0], "init_process_group", "new_subgroups", "reproducible", "profile", "Window", "Window.close",
     "node_shared", "open_store", "start_debug_server", "new_group with another backend",
 )  # fmt: skip
-STOP = "stop"  # no call: an earlier one has failed
+STOP = "stop"  # not a call: an earlier one has failed
 LEFT = "a call that an exception has ended in its middle"
-NO_CALLS = (STOP, LEFT)  # which no other rank takes part in
-# the user's calls that are made of others, before the first of which they are compared; nothing else is to be done
+NO_CALLS = (STOP, LEFT)  # in which no other rank takes part
+# the user's calls that consist of others: they are compared before the first of those, and do nothing themselves
 COMPOSED = (
     "all_gather_varied", "reduce_scatter_varied", "all_to_all_varied", "sparse all_reduce",
     *(f"reproducible {row}" for row in ROWS.values() if row.reduces),
@@ -71,13 +71,13 @@ OPS = ("", *(NAMES[op] for op in ALL_OPS))
 
 
 class Said(NamedTuple):
-    """A call as the board has it."""
+    """A call, decoded from its words."""
 
     name: str
     dtype: torch.dtype | None
     op: str
     root: int
-    size: int  # elements a rank; COUNTED and above, or below zero: counts
+    size: int  # elements for each rank; from COUNTED on, or below zero: counts
 
     def __str__(self) -> str:
         text = GATHERS[self.root] if self.name == OBJECTS[0] else self.name
@@ -97,16 +97,16 @@ class Said(NamedTuple):
 
 
 def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
-    """Return the first word of a call, without its size and number."""
+    """Return the first word of a call, without size and number."""
     if dtype is not None and op is None and dtype.is_complex:
-        dtype = dtype.to_real()  # moved as real and imaginary parts, which another rank may give
+        dtype = dtype.to_real()  # moved as its parts, which another rank may have given
     code = CODES[name] << DTYPE_BITS | DTYPE_CODES[dtype]
     code = code << OP_BITS | (0 if op is None else OPS.index(name_of(op)))
     return (code << ROOT_BITS | (root or 0) & ((1 << ROOT_BITS) - 1)) * ROOT
 
 
 def with_root(word: int, call: Call) -> int:
-    """Return the first word of a call with its root, or with a digest of the sizes of the tensors that it reduces."""
+    """Return the first word of a call with its root, or with a hash of the sizes of the tensors that it reduces."""
     if call.root is not None:
         return word + call.root * ROOT
     if call.counts is not None and call.row is ALL_REDUCE:
@@ -134,14 +134,14 @@ def read(word: int, size: int) -> Said:
 
 
 def size_of(call: Call, rank: int, ranks: int) -> int:
-    """Return the second word of a call: the elements of a rank's share, or of the whole tensor if all have it."""
+    """Return the second word of a call: the elements of a rank's share, or of the tensor if all ranks get all of it."""
     row, send, recv, _, _, counts, *_ = call
     if counts is not None and row.shape is not Shape.SAME:
         sent, received = scaled(counts, _parts(call))
         if row not in EXCHANGES:
             return COUNTED + (hash(tuple(sent if row.reduces else received)) & (COUNTED - 1))
         if len({*sent, *received}) > 1:
-            return -1 - rank  # equal to no other rank's: they are compared pair by pair
+            return -1 - rank  # different from all other ranks' words: pairs of ranks compare these
         return received[0]
     if row.buffers == 0:
         return 0
@@ -154,12 +154,12 @@ def size_of(call: Call, rank: int, ranks: int) -> int:
 
 
 def counted(call: Call) -> Counts | None:
-    """Return the counts of a call as ``size_of`` counts elements."""
+    """Return the counts of a call, in the elements of ``size_of``."""
     return call.counts and scaled(call.counts, _parts(call))
 
 
 def _parts(call: Call) -> int:
-    """Return as how many an element counts: complex ones are moved as two, which another rank may give."""
+    """Return how many elements one counts for: a complex one is moved as two, which another rank may have given."""
     return 2 if call.op is None and call.tensor.dtype.is_complex else 1
 
 
@@ -167,7 +167,7 @@ class CallBoard:
     """The words of the ranks of one group on one node."""
 
     def __init__(self, memory: mmap.mmap, ranks: list[int], own: int, size: int) -> None:
-        self.ranks, self.own = ranks, own  # the group's ranks on this node; what follows goes by their index
+        self.ranks, self.own = ranks, own  # the group's ranks on this node; the lists below have their order
         count = len(ranks)
         cells = memoryview(memory).cast("q")
         self._bytes, self._row_bytes = memoryview(memory), CELL.size * count
@@ -175,13 +175,13 @@ class CallBoard:
         self.sizes = [cells[2 * r + 1 : 2 * RING * count : 2 * count] for r in range(count)]
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
-        # of each rank: the number of the call in which it has found a difference, how many decisions it has carried
+        # for each rank: the number of the call in which it has found a difference, how many decisions it has carried
         # out, and the number of its last call before it began to carry out one
         self.failing, self.followed, self.stopped, self._choosing, self._tickets = (
             cells[begin + i * count : begin + (i + 1) * count] for i in range(5)
         )
         begin += 5 * count
-        self.decided = cells[begin : begin + 1]  # how many differences have been decided about
+        self.decided = cells[begin : begin + 1]  # the number of decisions
         self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
         begin += 1 + 3 * DECISIONS
         length = 2 * size
@@ -192,12 +192,12 @@ class CallBoard:
         self._length = length
         self.begin_fence, self.end_fence = fences()
         self.are_many = count > FEW
-        self._past = [bytes(CELL.size)] * RING  # what this rank wrote last
+        self._past = [bytes(CELL.size)] * RING  # the last words of this rank
 
     def are_equal(self, number: int) -> bool:
-        """Tell whether each rank has made the same call as this one, or none since the one before in its place.
+        """Tell whether each rank has made the same call as this one, or has not come to it.
 
-        If this is False they may still fit. It takes 1 µs for 128 ranks; to look at each of them takes 15.
+        If not, the calls may still fit. It takes 1 µs for 128 ranks; to compare them one by one takes 15.
         """
         at = number & LAST
         row = bytes(self._bytes[at * self._row_bytes : (at + 1) * self._row_bytes])
@@ -206,7 +206,7 @@ class CallBoard:
         return row.count(mine) + row.count(past) == len(self.ranks)
 
     def log(self, token: str, nodes: list[list[int]], rank: int, last: Callable[[], int]) -> CallLog:
-        """Return what ranks of several nodes compare; arguments as ``CallLog`` takes them."""
+        """Return the log that ranks of several nodes compare; arguments as for ``CallLog``."""
 
         def text(number: int, word: int, size: int) -> str:
             return str(read(word, size))
@@ -214,7 +214,7 @@ class CallBoard:
         return CallLog(token, rank, nodes, self.whats[self.own], self.sizes[self.own], last, is_one, text)
 
     def has(self, index: int, number: int) -> bool:
-        """Tell whether a rank has begun a call and no other since that has its place."""
+        """Tell whether a rank has begun a call whose place in the ring is not used again yet."""
         return not (self.whats[index][number & LAST] - number) & NUMBER
 
     def has_come_to(self, index: int, number: int) -> bool:
@@ -226,15 +226,15 @@ class CallBoard:
         return read(self.whats[index][at], self.sizes[index][at])
 
     def stop(self, number: int) -> None:
-        """Let no rank begin a call after this one without a look at what was decided."""
+        """Let no rank begin a call after this one before it has seen the decision."""
         mine, word = self.whats[self.own], what(STOP)
         for each in range(number + 1, number + RING):
             mine[each & LAST] = word + (each & NUMBER)
 
     def forget(self, start: int) -> None:
-        """Have no word of this rank's calls before a number be taken for a call, however many numbers follow.
+        """Erase the words of this rank's calls before a number, so that they match no later call.
 
-        Without that, the word of a call that no other one has replaced would be a later one's, 2^16 calls further.
+        Otherwise a word that no other call has replaced would match the call 2^16 numbers later.
         """
         mine = self.whats[self.own]
         for each in range(start - RING, start):
@@ -242,7 +242,7 @@ class CallBoard:
                 mine[each & LAST] = each & NUMBER
 
     def withdraw(self, number: int) -> None:
-        """Say that this rank has left a call, so that it is in MPI no more."""
+        """Record that this rank has left a call, so that it is not in MPI any more."""
         self.whats[self.own][number & LAST] = what(LEFT) + (number & NUMBER)
         fence()
 
@@ -269,7 +269,7 @@ class CallBoard:
         return both[:half], both[half:]
 
     def fit(self, one: int, other: int, number: int) -> bool:
-        """Tell whether the calls of two ranks are one."""
+        """Tell whether the calls of two ranks match."""
         at = number & LAST
         if (self.whats[one][at] ^ self.whats[other][at]) & ~WIDE:
             return False
@@ -287,7 +287,7 @@ class CallBoard:
     # -- decisions -----------------------------------------------------------------------------------
 
     def decision(self, index: int) -> tuple[int, int, int]:
-        """Return the number of the call in which ranks differ, the last one to carry out, and whose calls to make."""
+        """Return the number of the call in which ranks differ, that of the last call to carry out, and whose it is."""
         begin = index % DECISIONS * 3
         number, last, leader = self._decisions[begin : begin + 3].tolist()
         return number, last, leader
@@ -300,7 +300,7 @@ class CallBoard:
         self.decided[0] = index
 
     def take_turn(self) -> None:
-        """Ask for the turn to decide (Lamport's bakery)."""
+        """Ask for the turn to decide (Lamport's bakery algorithm)."""
         own = self.own
         self._choosing[own] = 1
         fence()
@@ -320,7 +320,7 @@ class CallBoard:
 
 
 def has_counts(count: int, size: int) -> bool:
-    """Tell whether the counts of a group's ranks on a node are written."""
+    """Tell whether a group of so many ranks on a node writes counts."""
     return 16 * size * COUNTS_KEPT * count <= COUNTS_BYTES
 
 
@@ -330,7 +330,7 @@ def bytes_of(count: int, size: int) -> int:
 
 
 def sight() -> tuple[str, str, int] | None:
-    """Return what is the same for the ranks that can share memory; None if there is no /dev/shm."""
+    """Return an identifier that is the same for ranks that can share memory; None without /dev/shm."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return os.environ.get(NODE_KEY, ""), boot, memory_file.device()
@@ -339,17 +339,17 @@ def sight() -> tuple[str, str, int] | None:
 
 
 def is_one(number: int, word: int, size: int, other_word: int, other_size: int) -> bool:
-    """Tell whether the calls of two ranks may be one; what they send each other is not known."""
+    """Tell whether the calls of two ranks may match; their shares for each other are not known."""
     if (word ^ other_word) & ~WIDE or size == other_size:
         return word == other_word
     return min(size, other_size) < 0 and read(word, size).name == ALL_TO_ALL_SINGLE.name
 
 
 def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, bool, str, list[list[int]]]:
-    """Make the boards of a group; every rank calls this, whatever it wants.
+    """Make the boards of a group; every rank calls this, whatever its setting.
 
-    Returns this rank's board, which it shares with the ranks of its node if they share memory; None if not all ranks
-    want one. Then whether they do; and what names the group on all ranks, and its ranks by board.
+    Returns this rank's board, which it shares with the ranks of its node if they share memory, None unless all ranks
+    want one; whether they do; an identifier of the group, the same on all ranks; and its ranks by board.
     """
     told: list[tuple[bool, Any, str]] = comm.allgather(
         (is_wanted, sight() if is_wanted else None, secrets.token_hex(8))
@@ -393,7 +393,7 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
 
 
 def tensors_of(row: Row, said: Said, rank: int, ranks: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return memory to take part in another rank's call with: what it reads and writes on this rank."""
+    """Return memory with which this rank takes part in another rank's call: its input and its output."""
     is_root = not row.rooted or rank == said.root
     share = torch.zeros(said.size, dtype=said.dtype)
     if row.shape is Shape.SAME:

@@ -1,7 +1,7 @@
 """Collectives of one group through the memory of its nodes.
 
-What they need is made by the first calls that may use them: first the ranks find out who shares a node, then the window
-and the communicator between nodes are made.
+The first calls that may go this way make what is needed: first the ranks exchange which of them share a node, then they
+make the window and the communicator between nodes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class NodeCalls:
     def __init__(self, communicator: Communicator, plans: Plans) -> None:
         self._communicator, self._plans = communicator, plans
         self._places: Places | None = None
-        self.shared: NodeShared | None = None  # carries the calls out, once it is made
+        self.shared: NodeShared | None = None  # None until it is made
 
     def can_carry(self, plan: Plan, nbytes: int) -> bool:
-        """Tell whether a call of so many bytes goes this way; every rank calls, and makes what the first call needs."""
+        """Tell whether a call of this size goes this way; every rank calls, and connects for the first such call."""
         if nbytes < plan.shared_from:
             return False
         if self.shared is None:
@@ -43,26 +43,26 @@ class NodeCalls:
         return True
 
     def _connect(self, places: Places) -> None:
-        """Make what the calls need, or leave them all to MPI if a node cannot share memory; every rank calls."""
+        """Make window and communicator, or leave all calls to MPI if a node cannot share memory; every rank calls."""
         try:
             self.shared = NodeShared(places, self._communicator)
-        except MPI.Exception:  # which is a RuntimeError: a rank has died
+        except MPI.Exception:  # it is a RuntimeError too: a rank has died
             raise
         except RuntimeError as error:
             warnings.warn(f"{error}; MPI's own collectives are used instead", stacklevel=2)
             self._plans.give_up_window()
 
     def takes_list(self, send: TensorList, recv: torch.Tensor) -> bool:
-        """Tell whether ``run`` reads the tensors of a list where they lie: on one node, if none is written."""
+        """Tell whether ``run`` reads a list's tensors where they lie: on one node, if the list is not written."""
         written = [(recv.data_ptr(), recv.nbytes)]
         return self._plans.nodes == 1 and not do_overlap(send.places(), written)
 
     def run(self, row: Row, send: torch.Tensor | TensorList, recv: torch.Tensor, op: Any, root: int | None) -> None:
         """Run one collective; every rank calls.
 
-        A tensor that overlaps its output on this rank is copied: the others are on their way.
+        A tensor that overlaps its output on this rank is copied, because the other ranks have begun the call.
         """
-        # memory that is kept between calls is of this mode then, and may be written whatever the caller's is
+        # so that memory that is kept between calls may be written in any mode of the caller's
         with self._communicator.in_step(row.name), torch.inference_mode():
             if send is not recv and isinstance(send, torch.Tensor) and overlap(send, recv):
                 own = recv.data_ptr() + self._communicator.rank * send.nbytes
@@ -72,10 +72,10 @@ class NodeCalls:
             getattr(self.shared, row.name)(*arguments)
 
     def close(self, is_left: bool) -> None:
-        """Free what was made.
+        """Free the window and communicator.
 
-        After a revocation, or after a call that was left midway, it is left to the end of the process: to free it would
-        wait for the dead, and messages on the way would meet the next communicator.
+        After a revocation, or a call that was left midway, they stay until the end of the process: freeing would wait
+        for dead ranks, and messages under way would meet the next communicator.
         """
         shared, self.shared, places, self._places = self.shared, None, self._places, None
         if is_left:

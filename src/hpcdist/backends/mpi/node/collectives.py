@@ -1,7 +1,7 @@
 """Collectives of a group through the memory of its nodes: shared memory in each, the site's own MPI between them.
 
 On one node each method repeats the same steps on the window's three slots: put this rank's part, publish the step, wait
-until the other ranks of the node have published theirs, read. All take one step a chunk, but for an all_reduce:
+until the other ranks of the node have published theirs, read. All take one step for each chunk, except all_reduce:
 
 - Small ("direct"): every rank puts all of its tensor, waits once and reduces everything itself, always in rank order,
   so that all ranks hold the same bits.
@@ -9,12 +9,12 @@ until the other ranks of the node have published theirs, read. All take one step
   everybody's parts, puts the result in its segment, and collects the other results. While peers still collect chunk
   c-1, chunk c is being reduced and chunk c+1 already lies in the window.
 
-When may a slot be overwritten? `NodeWindow.free[slot]` is the step that every peer must have published first. A rank
+When a slot may be overwritten: `NodeWindow.free[slot]` is the step that every peer must have published first. A rank
 publishes step t + 1 only after the reads of step t, so this is t + 1 in the plain rhythm, t + 2 where a rank puts its
-next chunk before it reads. Slots are used in turn, also from one collective to the next, so a rank only ever waits for
-steps smaller than the one it is about to publish: no circle of waiting can arise. In a large all_reduce, a rank that
-puts chunk c + 3 in the slot of chunk c has waited for all results of chunk c, so all reads of its parts are over. An
-owner overwrites its result of chunk c only after all have published chunk c + 3, which they do after collecting
+next chunk before it reads. Slots are used in turn, also from one collective to the next, so a rank only waits for
+steps smaller than the one that it is about to publish: there can be no cycle of waits. In a large all_reduce, a rank
+that puts chunk c + 3 in the slot of chunk c has waited for all results of chunk c, so all reads of its parts are over.
+An owner overwrites its result of chunk c only after all have published chunk c + 3, which they do after collecting
 chunk c. For that, slices lie at the same place in every chunk: chunks are of equal size, and the last is cut short at
 its end.
 
@@ -30,11 +30,11 @@ across the nodes, and one slice of the data, so that what crosses the network is
 - all_gather: MPI_Allgatherv gathers the blocks of the ranks with one local index, and a node's ranks exchange them.
 - broadcast: the root's node shares the tensor, MPI_Bcast takes a slice each to the other nodes, whose ranks collect it.
 
-What MPI has no type and op for goes by MPI_Alltoallv: each rank gets its share of every node's slice and reduces them
-in the order of the nodes, and MPI_Allgatherv collects the results. These are half types, which so travel in their own
-bytes, are added in float32 and rounded once (an MPI_Op would round at each of MPI's steps, and MPICH reduces by ops of
-a user in log2 N steps of the whole); MIN and MAX of floats, because MPI leaves NaN undefined; and the narrow integers
-of ``reductions.wide``. On nodes of one rank, which share no memory, that is all that is done here.
+Reductions without a type and op in MPI use MPI_Alltoallv: each rank gets its share of every node's slice and reduces
+them in the order of the nodes, and MPI_Allgatherv collects the results. These are half types, which are so sent in
+their own bytes, added in float32 and rounded once (an MPI_Op would round at each of MPI's steps, and MPICH reduces by
+ops of a user in log2 N steps of the whole); MIN and MAX of floats, because MPI leaves NaN undefined; and the narrow
+integers of ``reductions.wide``. On nodes of one rank, which share no memory, only these reductions are done here.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from hpcdist.backends.mpi.reductions import mpi_op, wide
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.reduction import name_of
 
-DIRECT_BYTES = 1 << 20  # direct all_reduce up to this many bytes over the number of ranks
+DIRECT_BYTES = 1 << 20  # bytes, times the number of ranks, up to which an all_reduce is direct
 DIRECT_HALF_BYTES = 1 << 14  # the same for half types, whatever the number of ranks, and of two ranks
 DIRECT_HALF_BYTES_OF_TWO = 1 << 17
-PIECE_BYTES = 4 << 20  # of a slice that are carried through all steps between nodes at a time
+PIECE_BYTES = 4 << 20  # bytes of a slice that go through all steps between nodes at a time
 
 
 def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
-    """Return MPI's type and op that combine what a fold does; None if it has none."""
+    """Return MPI's type and op for a fold; None if MPI has none."""
     is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
     if fold.dtype not in DATATYPES or is_ordered or wide(fold.dtype, fold.op) is not None:
         return None
@@ -84,7 +84,7 @@ def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
 
 
 def where(parts: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return where each part lies, and its bytes."""
+    """Return the address and the bytes of each part."""
     return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
 
@@ -102,10 +102,10 @@ class NodeShared:
         self._rank, self._ranks = places.comm.Get_rank(), places.comm.Get_size()
         node = places.ranks[places.here]
         self._local, self._size = node.index(self._rank), len(node)
-        self._across: MPI.Intracomm | None = None  # the ranks with this one's local index; None on one node
+        self._across: MPI.Intracomm | None = None  # of the ranks with the same local index; None on one node
         if places.nodes > 1:
             self._across = MPI.Intracomm(places.comm.Split(self._local, key=places.here))
-            communicator.derived.append(self._across)  # to be revoked with it
+            communicator.derived.append(self._across)  # so that it is revoked with it
         self._direct_bytes = DIRECT_BYTES // self._size
         self._direct_half_bytes = DIRECT_HALF_BYTES_OF_TWO if self._size == 2 else DIRECT_HALF_BYTES
         self._kept: dict[str, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class NodeShared:
             return
         request, polled = getattr(self._across, f"I{name.lower()}")(*arguments), float("-inf")
         try:
-            while True:  # without naps, as MPI waits: it moves data inside its calls
+            while True:  # without naps, like MPI's own waits: MPI moves data inside its calls
                 if (now := time.monotonic()) - polled > POLL_SECONDS:
                     polled = now
                     self._poll()
@@ -138,7 +138,7 @@ class NodeShared:
             raise
 
     def _memory(self, use: str, rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory that is kept from call to call: the system takes longer to clear new pages than MPI to fill."""
+        """Return memory that is kept between calls: the system clears new pages more slowly than MPI fills them."""
         nbytes = rows * numel * dtype.itemsize
         kept = self._kept.get(use)
         if kept is None or kept.numel() < nbytes:
@@ -146,10 +146,10 @@ class NodeShared:
         return kept[:nbytes].view(dtype).view(rows, numel)
 
     def _fold_by_level(self, whole: Fold) -> tuple[Fold, Fold]:
-        """Return how to reduce in the node, and how to combine the nodes' results.
+        """Return the fold within a node, and the one that combines the nodes' results.
 
-        An average is divided at the end, but for half types, which are rounded in between: there the sum may be beyond
-        the largest float16.
+        An average is divided at the end, except for half types, which are rounded in between: their sum may exceed the
+        largest float16.
         """
         undivided = self._fold_of(whole.dtype, whole.op, 0)
         is_divided_before = whole.wide is not None and self.window is not None
@@ -218,7 +218,7 @@ class NodeShared:
         def reduce(c: int) -> int:
             place = c * chunk + rank * share
             if place < size:
-                # into the caller's own memory, whose lines this core has, and on from there: to write sums to lines
+                # into the caller's own memory, whose cache lines this core has, and copied on: to write sums to lines
                 # that peers have read costs a tenth of the whole
                 out = recv[place // item : (place + share) // item]
                 slices.reduce((first + c) % SLOTS, send[place // item : (place + share) // item], out)
@@ -323,7 +323,7 @@ class NodeShared:
         places = [target + r * nbytes for r in range(self._ranks)]
         if places[self._rank] != source:
             memmove(places[self._rank], source, nbytes)
-            places[self._rank] = source  # which is in a core's cache
+            places[self._rank] = source  # it is in this core's cache
         if self._across is not None:
             peers = [ranks[self._local] for ranks in self.places.ranks]
             count, unit = run(nbytes)
@@ -354,7 +354,7 @@ class NodeShared:
                 window.collect(*where(parts), CHUNK_BYTES)
 
     def close(self) -> None:
-        """Leave the window, and free the communicators made here, once or often."""
+        """Close the window, and free the communicators made here; may be called again."""
         self._slices.cache_clear()
         self._beginnings.cache_clear()
         if self._across:

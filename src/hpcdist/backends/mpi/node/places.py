@@ -12,12 +12,12 @@ from hpcdist.launch.environment import NODE_KEY
 
 
 class Places(NamedTuple):
-    """Where the ranks of one group are; the same on all of them, but for what is this rank's own."""
+    """The nodes of a group's ranks; the same on all ranks, except for this rank's own values."""
 
     comm: MPI.Intracomm  # the group's
     node: MPI.Intracomm  # of this rank's node, in the group's order
     ranks: list[list[int]]  # the group's by node; nodes in the order of their first ranks
-    here: int  # index of this rank's node
+    here: int  # the index of this rank's node
 
     @property
     def nodes(self) -> int:
@@ -26,21 +26,21 @@ class Places(NamedTuple):
 
     @property
     def ranks_per_node(self) -> int:
-        """How many of the ranks each node has; 0 if nodes have different numbers."""
+        """The number of ranks on each node; 0 if nodes have different numbers."""
         counts = set(map(len, self.ranks))
         return counts.pop() if len(counts) == 1 else 0
 
     @property
     def is_flat(self) -> bool:
-        """Whether each of several nodes has only one of the ranks, so that nobody shares memory."""
+        """Whether each of several nodes has only one of the ranks, so that no ranks share memory."""
         return 1 < self.nodes == self.comm.Get_size()
 
 
 def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = None) -> Places:
-    """Find out which ranks share a node; every rank of the communicator calls.
+    """Exchange which ranks share a node; every rank of the communicator calls.
 
-    ``made`` takes each communicator as soon as it is made: a call on it may block, and is ended by revoking it. Ranks
-    with different keys, by default those of ``HPCDIST_NODE_KEY``, are treated as if on different nodes.
+    ``made`` is called with each new communicator at once: a call on it may block, and is ended by revoking it. Ranks
+    with different keys, by default those of ``HPCDIST_NODE_KEY``, count as ranks on different nodes.
     """
     key = os.environ.get(NODE_KEY) if node_key is None else node_key
     node = shared = MPI.Intracomm(comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
@@ -51,7 +51,7 @@ def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = Non
         made.append(node)
         shared.Free()
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
-    # two threads that do this for two groups wait for each other
+    # two threads that do this for two groups would wait for each other
     firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))
     by_node = by_value(firsts)
     here = list(by_node).index(firsts[comm.rank])

@@ -1,4 +1,4 @@
-"""Slices of a chunk in the window: each rank reduces its own, from the parts that all ranks of the node have put there.
+"""Slices of a chunk in the window: each rank reduces its own, from the parts of all ranks of the node.
 
 The parts lie in one of two ways:
 
@@ -20,7 +20,7 @@ from hpcdist.backends.mpi.node.window import LINE_BYTES, SLOT_BYTES, NodeWindow
 
 
 class Slices:
-    """Slices of at most so many bytes, one a rank, as far as a slot has room: ``share`` is what it has for each.
+    """Slices of limited size, one for each rank, as far as a slot has room: ``share`` is the room for each, in bytes.
 
     Slice r begins r shares behind the begin of a slot, as does its owner's result.
     """
@@ -32,7 +32,7 @@ class Slices:
         self._are_stacked = fold.adds_stacks and 2 < ranks <= SLOT_BYTES // row
         unit = row if self._are_stacked else LINE_BYTES
         self.share = share = min(-(-nbytes // unit), SLOT_BYTES // (ranks * unit)) * unit
-        if self._are_stacked:  # this rank's stack in each slot, of one row a rank
+        if self._are_stacked:  # this rank's stack in each slot, with one row for each rank
             self._stacks = [slot[rank][: ranks * share].view(dtype).view(ranks, -1) for slot in window.slots]
         else:
             self._parts = [
@@ -57,9 +57,9 @@ class Slices:
         self._fold.reduce([own, *parts], out)
 
     def reduce_scatter(self, places: Sequence[int], sizes: Sequence[int], own: torch.Tensor, out: torch.Tensor) -> None:
-        """Reduce a part for each rank, of a size that is the same on all ranks; this rank gets its own in ``out``.
+        """Reduce one part for each rank, of a size that is the same on all ranks; this rank gets its own in ``out``.
 
-        The parts of this rank's tensor are given by where they lie and their bytes; ``own`` is that for itself.
+        The parts of this rank's tensor are given by address and bytes; ``own`` is the one for itself.
         """
 
         def put(turn: int, offset: int, length: int) -> None:

@@ -19,30 +19,30 @@ VARIABLE = "HPCDIST_SHM"
 NEVER = sys.maxsize
 SEVERAL, FLAT = "nodes of several ranks", "nodes of one rank"
 
-# (library, number of ranks on one node or which nodes) -> collective -> bytes; what is not there is MPI's
+# (library, number of ranks on one node or the kind of nodes) -> collective -> bytes; the rest is MPI's
 Measured = dict[tuple[str, int | str], dict[str, int]]
 Content = dict[str, dict[str, dict[str, dict[str, int | None]]]]
 
 
 def users_file() -> Path:
-    """Return where a user's own file is (the XDG Base Directory Specification says in which folder).
+    """Return the path of a user's own file, by the XDG Base Directory Specification.
 
-    If nobody knows the user's home, as in a container with another user's number, it begins with ``~``.
+    If the user's home is unknown, as in a container with another user's number, it begins with ``~``.
     """
     folder = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
     return Path(folder) / "hpcdist" / "thresholds.json"
 
 
 def installed_files() -> list[Path]:
-    """Return the files that are looked for if ``HPCDIST_SHM`` is not set, in this order."""
+    """Return the files that are searched if ``HPCDIST_SHM`` is not set, in order."""
     files = [users_file(), *(Path(root) / "etc" / "hpcdist" / "thresholds.json" for root in (sys.prefix, "/"))]
     return [each for each in files if each.is_absolute()]
 
 
 def find() -> tuple[str, str, Measured] | ValueError:
-    """Return ``HPCDIST_SHM``, the file that holds in this process if there is one, and what it says of this processor.
+    """Return ``HPCDIST_SHM``, the file that applies in this process if there is one, and its rows of this processor.
 
-    What is wrong with a file is returned as the error, for the caller to raise on every rank.
+    An error in a file is returned, for the caller to raise on every rank.
     """
     text = os.environ.get(VARIABLE, "").strip()
     named = [Path(os.path.expanduser(text))] if is_file(text) else []
@@ -61,7 +61,7 @@ def is_file(text: str) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Read a file; ValueError if there is no such file, or it holds something else."""
+    """Read a file; ValueError if it is missing or malformed."""
     try:
         content: Content = json.loads(path.read_text(encoding="utf-8"))
         for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote
@@ -73,7 +73,7 @@ def read(path: Path) -> Content:
 
 
 def measured(content: Content, name: str) -> Measured:
-    """Return what a file says of one processor."""
+    """Return a file's rows of one processor."""
     return {
         (library, place if place in (SEVERAL, FLAT) else int(place)): {
             row: NEVER if nbytes is None else int(nbytes) for row, nbytes in rows.items()
@@ -84,7 +84,7 @@ def measured(content: Content, name: str) -> Measured:
 
 
 def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> None:
-    """Add what was measured on this processor, in place of what a file said of the same ranks or kind of nodes."""
+    """Add the measurements of this processor to a file, in place of those of the same ranks or kind of nodes."""
     content = read(path) if path.exists() else {}
     rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in found.items()}
     content.setdefault(processor(), {}).setdefault(library, {})[str(place)] = rows

@@ -1,17 +1,17 @@
-"""Thresholds: from how many bytes on a collective goes through the memory of the nodes, in place of MPI alone.
+"""Thresholds: the sizes in bytes from which a collective goes through the memory of the nodes, in place of MPI alone.
 
-One table of measurements, by library, ranks on the node, collective and class of the dtype. A row stands in it only if
+One table of measurements, by library, ranks on the node, collective and class of the dtype. It has a row only if
 from its size on hpcdist wins, or loses at most 5 %, on each processor that was measured: a Xeon, an EPYC whose ranks
 share an L3 cache, and one whose ranks do not. Between two L3 caches a line that its writer still holds takes 25 ns, so
-that two ranks lose a factor of 3 to 5 by a broadcast through the window, which wins a factor of 2 within one. Ranks on
-several nodes, on each equally many, are a place of their own, and nodes of one rank another; if nodes have different
-numbers of ranks, MPI alone is used. ``python -m hpcdist bench --explain`` prints what holds for the present run.
+that two ranks lose a factor of 3 to 5 by a broadcast through the window, which wins a factor of 2 within one. Several
+nodes with equally many ranks have rows of their own, as do nodes of one rank; if nodes have different numbers of ranks,
+MPI alone is used. ``python -m hpcdist bench --explain`` prints the thresholds of the present run.
 
 The file that ``python -m hpcdist tune`` writes takes the table's place (``threshold_file``), and ``HPCDIST_SHM`` that
 of both: the name of such a file, a number of bytes (suffix K or M) for every collective, or "off".
 
 Bytes are those of the larger of the two buffers. An MPI library that was not measured gets the rows of MPICH, whose
-algorithms most libraries inherit, and a number of ranks those of the number that comes nearest, by ratio.
+algorithms most libraries inherit, and a number of ranks those of the nearest number, by ratio.
 
 All ranks of a group must have the same thresholds, because ranks in the window and ranks in MPI would wait for each
 other. So rank 0 of the default group reads them, once, and sends them to the others, and every group made from it
@@ -33,12 +33,12 @@ from hpcdist.backends.mpi.node.threshold_file import FLAT, NEVER, SEVERAL, VARIA
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-PROCESSORS = ("AMD EPYC", "Intel(R) Xeon(R)")  # what the names of those begin with that the table was measured on
+PROCESSORS = ("AMD EPYC", "Intel(R) Xeon(R)")  # beginnings of the names of the measured libraries
 KIB, MIB = 1 << 10, 1 << 20
 UNITS = {"": 1, "K": KIB, "M": MIB, "G": 1 << 30}
 STAND_IN = "MPICH"
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
-# reduced; a table without them says nothing of them. MIN and MAX of all floats go with them: MPI gets copies of both
+# reductions; a table without this row does not apply to them. MIN and MAX of all floats too: MPI gets copies of both
 HALF = " of half types"
 
 HALF_ROWS = {"all_reduce of half types": 48 * KIB, "reduce_scatter_single of half types": 48 * KIB}
@@ -88,16 +88,16 @@ LEAST_BLOCK = 64 * KIB
 
 
 def number_of_bytes(text: str) -> int | None:
-    """Return what a size such as 4, 64K or 16M stands for, None if it is no size."""
+    """Return the bytes of a size such as 4, 64K or 16M, None if it is not a size."""
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     digits = text[:-1] if unit else text
     return int(digits) * UNITS[unit] if unit in UNITS and digits.isdigit() else None
 
 
 def override(text: str) -> int | None:
-    """Return what a setting says of every collective; None if it says nothing, or names a file.
+    """Return a setting's threshold for every collective; None if it is empty, or names a file.
 
-    It raises ValueError for what is neither a number of bytes, nor "off", nor a file's name.
+    ValueError if it is neither a number of bytes, nor "off", nor a file's name.
     """
     if not text or threshold_file.is_file(text):
         return None
@@ -108,7 +108,7 @@ def override(text: str) -> int | None:
             f'{VARIABLE}={text!r}; expected a number of bytes such as 65536, 64K or 4M, "off", or the .json file that '
             "`python -m hpcdist tune` wrote"
         )
-    return max(1, nbytes)  # nothing at all needs no memory to travel through
+    return max(1, nbytes)  # an empty message needs no memory
 
 
 def ratio(a: int, b: int) -> float:
@@ -116,10 +116,10 @@ def ratio(a: int, b: int) -> float:
 
 
 class Thresholds:
-    """What one setting says about every collective: as ``HPCDIST_SHM`` holds it, or empty for the table above.
+    """The thresholds of every collective under one setting: a value of ``HPCDIST_SHM``, or empty for the table above.
 
-    ``measured`` is what the file at ``path``, if there is one, says of this processor; it takes the table's place. A
-    setting that means nothing is a ValueError.
+    ``measured`` are the rows of the file at ``path``, if there is one, for this processor; they replace the table. An
+    invalid setting is a ValueError.
     """
 
     def __init__(self, text: str = "", path: str = "", measured: Measured | None = None) -> None:
@@ -130,16 +130,16 @@ class Thresholds:
 
     @classmethod
     def of_rank_0(cls, comm: MPI.Intracomm) -> Thresholds:
-        """Return what rank 0's environment and files say, or raise ValueError on every rank; every rank calls."""
+        """Return rank 0's thresholds, of its environment and files, or raise ValueError on all ranks; all call."""
         found = comm.bcast(threshold_file.find() if comm.Get_rank() == 0 else None)
         if isinstance(found, ValueError):
             raise found
         return cls(*found)
 
     def rows(self, library: str, place: int | str) -> Iterator[dict[str, int]]:
-        """Yield what is known of a place, or of the number of ranks that comes nearest to it, by ratio.
+        """Yield the rows of a place, or those of the nearest number of ranks, by ratio.
 
-        By the file, then by the table of this version, then of the library that stands in.
+        First from the file, then from the table of this version, then of the library that replaces it.
         """
         for table, each in ((self._table, library), (BYTES, library), (BYTES, STAND_IN)):
             known = [at for of, at in table if of == each]
@@ -151,10 +151,10 @@ class Thresholds:
     def of(
         self, name: str, dtype: torch.dtype, op: str | None, nodes: int, ranks_per_node: int, ranks: int, library: str
     ) -> int:
-        """Return from how many bytes on a collective goes through the memory of the nodes; ``NEVER`` if it does not.
+        """Return the bytes from which a collective goes through the memory of the nodes; ``NEVER`` if it does not.
 
-        Row, op and library go by their names (``mpi4py.MPI.get_vendor``). If ``nodes`` is 0, it is the least for any
-        number of nodes; ``ranks_per_node`` is 0 if several nodes have different numbers.
+        Row, op and library are names (``mpi4py.MPI.get_vendor``). With ``nodes`` 0 it is the least for any number of
+        nodes; ``ranks_per_node`` is 0 if several nodes have different numbers.
         """
         if ranks == 1 or name not in COLLECTIVES or op == "PREMUL_SUM" or (op is not None and dtype not in DTYPES):
             return NEVER
@@ -168,7 +168,7 @@ class Thresholds:
         is_half = op is not None and (dtype in WIDER or (op in ("MIN", "MAX") and dtype.is_floating_point))
         least_between = 0
         if name.endswith("_single") or op in ("MIN", "MAX") or (op is not None and dtype.itemsize < 4) or is_half:
-            least_between = ranks * LEAST_BLOCK  # goes by blocks from each node to each other
+            least_between = ranks * LEAST_BLOCK  # sends a block from each node to each other node
         return min((self._at(place, name, is_half, least_between, library) for place in places), default=NEVER)
 
     def _at(self, place: int | str, name: str, is_half: bool, least_between: int, library: str) -> int:

@@ -1,19 +1,20 @@
-"""Shared window of a node: memory that its ranks share, and the flags by which they know what has been written.
+"""Shared window of a node: memory that its ranks share, and flags that tell which data has been written.
 
-Who shares: `MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)`; a node key splits it further, so that several nodes can be
-imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its node peers
-map too. It is not an MPI window, because MPI_Win_free waits for all ranks of the node, so that a rank which destroys a
-group would wait for one that keeps it, and because MPICH over libfabric ends in an error if a window is left.
+`MPI_Comm_split_type(MPI_COMM_TYPE_SHARED)` decides which ranks share; a node key splits them further, so that several
+nodes can be imitated on one machine. Each rank makes a file of /dev/shm (``core.memory_file``), its segment, which its
+node peers map too. It is not an MPI window, because MPI_Win_free waits for all ranks of the node, so that a rank which
+destroys a group would wait for one that keeps it, and because MPICH over libfabric ends in an error if a window is not
+freed.
 
     | flag (one page) | slot 0 | slot 1 | slot 2 |
 
 A rank puts data in its own segment, which the others read, or each part in the segment of the rank that it is for (the
-stacks of `slices`); never do two write to one place. The flag is one aligned 8-byte counter that the owner alone
+stacks of `slices`); two ranks never write to one place. The flag is one aligned 8-byte counter that only the owner
 increments. All ranks of a group run the same collectives in the same order, so they count the same steps, and flag >= t
-says: "whatever I publish in step t lies in the window, and I have finished every read that I make before step t".
-Three slots, because a rank then writes chunk c+1 while a slower peer still reads chunk c-1 and the next one is due.
+means: the owner's data of step t lies in the window, and the owner has finished all its reads before step t. There are
+three slots, so that a rank can write chunk c+1 while a slower peer still reads chunk c-1.
 
-Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 12.7, unified model):
+The memory ordering is as correct as with MPI_Win_sync (MPI-4.1 chapter 12.7, unified model):
 - publishing: data stores, `fence` (a full one of the processor), flag store. No processor can show the flag before
   the data.
 - consuming: flag load until it reached the step, `fence`, data loads. No load of data is taken before the flag.
@@ -24,10 +25,10 @@ Why this is correct memory ordering, as MPI_Win_sync would be (MPI-4.1 chapter 1
 - the compiler cannot move any of it: each load, store and barrier is a separate call of the interpreter.
 
 A waiting rank must keep driving MPI progress: another rank may be in a send to it that only its own MPI can complete.
-So the wait calls `MPI_Iprobe`; it yields the processor, because more ranks than cores is common on a laptop and in CI;
-it calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps,
-because then a peer is late for reasons of its own and the core is better used by others. An asynchronous call naps at
-once where the node has no second core a rank: it runs beside the computation that it was made asynchronous for.
+So the wait calls `MPI_Iprobe`; it yields the processor, because there may be more ranks than cores, as on a laptop; it
+calls `poll` every few milliseconds, which may raise (timeout, revoked communicator); and after 20 ms it naps, because a
+peer that is so late still computes, and others can use the core. An asynchronous call naps at once if the node has no
+second core for each rank: it runs beside the computation with which it should overlap.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ from hpcdist.core import memory_file
 from hpcdist.core.waiting import nap
 
 PAGE_BYTES = mmap.PAGESIZE
-SLOT_BYTES = 2 << 20  # 3 slots and a page: 6 MiB a rank; measured best with more ranks than cores
+SLOT_BYTES = 2 << 20  # bytes; 3 slots and a page are 6 MiB for each rank; measured best with more ranks than cores
 SLOTS = 3
 LINE_BYTES = 64  # parts begin on cache lines, so that no line has two writers
-SPINS = 200  # looks at a flag before the first yield: about 10 µs, the length of a short reduction
-CROWDED_SPINS = 5  # with more ranks than cores the peer most likely waits for this very core
+SPINS = 200  # reads of a flag before the first yield: about 10 µs, as long as a short reduction
+CROWDED_SPINS = 5  # with more ranks than cores the peer probably waits for this core
 POLL_SECONDS = 0.004
 NAP_AFTER_SECONDS = 0.02
-CHUNK_BYTES = 512 << 10  # smallest chunk of a pipeline; a tensor of four chunks or more takes larger ones
-KEPT_SLICES = 64  # sizes whose slices are kept (``slices``)
+CHUNK_BYTES = 512 << 10  # bytes of the smallest chunk of a pipeline; a tensor of four chunks or more takes larger ones
+KEPT_SLICES = 64  # how many sizes' slices are kept (``slices``)
 
 Step = Callable[[int, int, int], None]
 
@@ -71,9 +72,9 @@ Step = Callable[[int, int, int], None]
 def fences() -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions that together, called in order, are a full memory barrier of the processor.
 
-    Taking a lock is one on x86 (a locked instruction), and a semaphore of the system takes half the time of Python's
-    lock. Elsewhere what comes before a release stays before it, what comes after an acquisition after it, and the
-    second acquisition follows the first release.
+    On x86 taking a lock is one (a locked instruction), and a semaphore of the system takes half the time of Python's
+    lock. On other processors accesses before a release stay before it, accesses after an acquisition stay after it,
+    and the second acquisition follows the first release.
     """
     lock = threading.Lock()
     if platform.machine() in ("x86_64", "AMD64", "i686"):
@@ -92,16 +93,16 @@ def fences() -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def fence() -> None:
-    """Have what was written before be seen before what is read after."""
+    """Make earlier stores visible before later loads: a full memory barrier."""
     begin, end = fences()
     begin()
     end()
 
 
 def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedStorage], str]:
-    """Return memory of so many bytes of each rank of a node, zero, which all of them share; every rank of it calls.
+    """Return zeroed memory of each rank of a node, which all of them share; every rank of it calls.
 
-    Then why this rank has failed, if it has, to make its segment for want of room, or to map another's.
+    The second result is this rank's error, if it had no room for its segment or could not map another's.
     """
     name, descriptor, failure = "", -1, ""
     segments: list[torch.UntypedStorage] = []
@@ -113,16 +114,16 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedSt
         names = node.allgather(name)
         try:
             for each in names if all(names) else ():
-                os.close(memory_file.open_by_name(each))  # torch would make a file that is not there
+                os.close(memory_file.open_by_name(each))  # torch would create a missing file
                 path = str(memory_file.FOLDER / each)
                 segments.append(torch.UntypedStorage.from_file(path, True, nbytes))  # type: ignore[arg-type]
         except (OSError, RuntimeError) as error:
             failure = str(error)
         node.Barrier()
-        memory_file.remove(name)  # it had one while it was empty, so that a job which is killed leaves no memory behind
+        memory_file.remove(name)  # named only while it is empty, so that a killed job leaves no memory behind
         try:
             if descriptor >= 0:
-                memory_file.reserve(descriptor, nbytes)  # else a rank that writes later may die of SIGBUS
+                memory_file.reserve(descriptor, nbytes)  # otherwise a later write could be a SIGBUS
         except OSError as error:
             failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
     finally:
@@ -133,9 +134,9 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedSt
 
 
 def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
-    """Warn where torch has more threads on a node than there are cores: OpenMP's wait for each other on the same ones.
+    """Warn if torch has more threads on a node than there are cores: OpenMP's threads wait for each other actively.
 
-    On 2 ranks of 4 threads on 4 cores a sum of 256 KiB took 8 ms in place of 0.06, in a collective as anywhere else.
+    On 2 ranks of 4 threads on 4 cores a sum of 256 KiB took 8 ms in place of 0.06, in a collective or elsewhere.
     """
     if threads > max(ranks, cores):
         warnings.warn(
@@ -149,10 +150,10 @@ def warn_of_threads(ranks: int, threads: int, cores: int) -> None:
 def stall(
     flag: memoryview, step: int, spins: int, naps_after: float, progress: Callable[[], Any], poll: Callable[[], None]
 ) -> None:
-    """Wait until another process has raised an aligned counter, of format "q", to a step.
+    """Wait until another process has increased an aligned counter, of format "q", to a step.
 
-    The first yield comes after so many ``spins``, and a sleep between two looks after so many seconds. ``progress``
-    drives MPI, again and again; ``poll`` is called every few milliseconds, and what it raises ends the wait.
+    It yields after ``spins`` reads, and sleeps between reads after ``nap_after`` seconds. ``progress`` drives MPI, at
+    each read; ``poll`` is called every few milliseconds, and its exception ends the wait.
     """
     for _ in range(spins):
         if flag[0] >= step:
@@ -171,24 +172,24 @@ def stall(
 
 
 class NodeWindow:
-    """Holds the window of a communicator's ranks on one node, cut into slots, and what is kept between calls.
+    """The window of a communicator's ranks on one node, divided into slots, and objects that calls keep.
 
-    It is made by the group's first use of shared memory, by all of its ranks together, takes the node's communicator
-    over, and frees it. Every rank raises RuntimeError if /dev/shm of a node has no room, or its ranks do not see the
-    same. What ``communicator.poll`` raises, which is called every few milliseconds of waiting, leaves a call.
+    The group's first use of shared memory makes it, on all of its ranks together. It takes over the node's
+    communicator, and frees it. Every rank raises RuntimeError if /dev/shm of a node has no room, or its ranks do not
+    see the same one. ``communicator.poll`` is called every few milliseconds of waiting; its exception ends the call.
     """
 
     def __init__(self, places: Places, communicator: Communicator) -> None:
         self.node = node = places.node
         self.rank, self.size = node.rank, node.size
         self._communicator = communicator
-        self.progress: Callable[[], Any] = node.Iprobe  # what a wait calls again and again; drives MPI
+        self.progress: Callable[[], Any] = node.Iprobe  # called at each read of a wait: drives MPI
         allowed = node.allgather((os.sched_getaffinity(0), torch.get_num_threads()))
         cores = len(set().union(*(own for own, _ in allowed)))  # a launcher may bind each rank to its own
         if self.rank == 0:
             warn_of_threads(self.size, sum(threads for _, threads in allowed), cores)
         self._spins = SPINS if node.size <= cores else CROWDED_SPINS
-        self._gives_way = 2 * node.size > cores  # a second busy thread a rank has no core of its own
+        self._gives_way = 2 * node.size > cores  # a second busy thread of each rank has no core of its own
         self.segment_bytes = PAGE_BYTES + SLOTS * SLOT_BYTES
         self._memory, failure = map_segments(self.segment_bytes, node)
         failures = [each for each in places.comm.allgather(failure) if each]
@@ -200,16 +201,16 @@ class NodeWindow:
         self._mates = [flag for r, flag in enumerate(self._flags) if r != self.rank]
         self._own = self._flags[self.rank]
         segments = [torch.frombuffer(buffer, dtype=torch.uint8)[PAGE_BYTES : self.segment_bytes] for buffer in buffers]
-        # the bytes of each, by number and by node rank
+        # the memory of each slot, by its number and by node rank
         self.slots = [[each[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for each in segments] for i in range(SLOTS)]
         self.addresses = [[part.data_ptr() for part in slot] for slot in self.slots]
         self.peers = [r for r in range(self.size) if r != self.rank]
         self.step = 0
-        self.free = [0] * SLOTS  # of each slot, the step that every peer must have published before it is written to
-        self.turn = 0  # the slot that is next
+        self.free = [0] * SLOTS  # for each slot, the step that every peer must have published before it is written
+        self.turn = 0  # the next slot
 
     def publish(self) -> int:
-        """Tell the node peers that this rank's part of a step lies in its segment; return the step's number."""
+        """Set the flag: this rank's part of a step lies in its segment; return the step's number."""
         self.step = step = self.step + 1
         fence()
         self._own[0] = step
@@ -230,16 +231,16 @@ class NodeWindow:
         fence()
 
     def _stall(self, flag: memoryview, step: int) -> None:
-        if self._gives_way and self._communicator.is_background():  # the core is the computation's
+        if self._gives_way and self._communicator.is_background():  # the computation uses the core
             stall(flag, step, 0, 0.0, self.progress, self._communicator.poll)
         else:
             stall(flag, step, self._spins, NAP_AFTER_SECONDS, self.progress, self._communicator.poll)
 
     def exchange(self, block: int, chunk: int, put: Step, get: Step) -> None:
-        """Run put and get over all chunks of a block, the largest so long, each rank one ahead of what it reads.
+        """Run put and get over all chunks of a block, with the puts one chunk ahead of the gets.
 
         The lengths of block and chunks in bytes are the same on all ranks of the node. ``put`` takes a slot's number,
-        where in the block a chunk begins, and its length, and writes to this rank's slot; ``get`` takes the same, and
+        a chunk's offset in the block, and its length, and writes to this rank's slot; ``get`` takes the same, and
         reads the others'.
         """
         chunk = min(chunk, block)
@@ -265,7 +266,7 @@ class NodeWindow:
         self.free[turn] = step + 1
 
     def share(self, root: int, place: int, nbytes: int, chunk: int) -> None:
-        """Copy memory of one rank of the node to the others, by chunks; the others read while it goes on."""
+        """Copy memory of one rank of the node to the others, chunk by chunk; they read while it writes the next one."""
         for offset in range(0, nbytes, chunk):
             turn, length = self.turn, min(chunk, nbytes - offset)
             if self.rank == root:
@@ -280,11 +281,11 @@ class NodeWindow:
             self.turn = (turn + 1) % SLOTS
 
     def beginnings(self, nbytes: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Return the first bytes of each slot, by number and by node rank."""
+        """Return the first bytes of each slot, by its number and by node rank."""
         return [[part[:nbytes].view(dtype) for part in slot] for slot in self.slots]
 
     def collect(self, places: Sequence[int], sizes: Sequence[int], chunk: int) -> None:
-        """Give this rank's part to the node peers and take theirs, given where each lies here, and its bytes."""
+        """Copy this rank's part to the node peers and theirs to this rank, given the address here and bytes of each."""
         rank, addresses = self.rank, self.addresses
 
         def put(turn: int, offset: int, length: int) -> None:
@@ -299,7 +300,7 @@ class NodeWindow:
         self.exchange(max(sizes), chunk, put, get)
 
     def close(self) -> None:
-        """Leave the memory, and free the communicator, once or often."""
+        """Release the memory, and free the communicator; may be called again."""
         if self.node == MPI.COMM_NULL:
             return
         self.slots, self._memory = [], []

@@ -1,4 +1,4 @@
-"""Open MPI's component btl/ofi: left out while MPI starts on one node, where it only costs a second.
+"""Open MPI's component btl/ofi: excluded while MPI starts on one node, where it only costs a second.
 
 Its close function sleeps for one second ("if we don't sleep, sockets provider freaks out"). Open MPI 5 closes it in
 MPI_Init on a node without a device for it, and in MPI_Finalize on the others. Between the ranks of a node messages go
@@ -20,12 +20,12 @@ from hpcdist.launch.environment import integer
 VENDOR = "Open MPI"
 SLEEP_SECONDS = 1.0
 VARIABLE, VALUE = "OMPI_MCA_btl", "^ofi"
-# what chooses a network, or other files of parameters than those below
+# variables that choose a network, or other files of parameters than those below
 CHOICES = (VARIABLE, "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_mca_base_param_files", "OMPI_MCA_mca_param_files")
 CHOICE_IN_FILE = re.compile(r"^\s*(btl|pml|mtl)\s*=", re.MULTILINE)
 FILES = ("openmpi-mca-params.conf", "openmpi-mca-params-override.conf")
 
-# launchers of Open MPI: the variable that they set for each rank, one that counts nodes or ranks, and its value if all
+# launchers of Open MPI: a variable that they set for each rank, one that counts nodes or ranks, and its value if all
 # ranks are on one node: a number, or the variable that has it
 LAYOUTS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -36,7 +36,7 @@ OWN_CONNECTION = "PMIX_NAMESPACE"  # set by each of them, and by launchers that 
 
 
 def is_on_one_node(environment: Mapping[str, str]) -> bool:
-    """Tell whether the launcher says, to all ranks alike, that they are on one node."""
+    """Tell whether all ranks are on one node, by the launcher's variables, the same on all of them."""
     for mark, counted, expected in LAYOUTS:
         if mark in environment:
             count = integer(environment, counted)
@@ -47,7 +47,7 @@ def is_on_one_node(environment: Mapping[str, str]) -> bool:
 
 
 def folders(environment: Mapping[str, str], library: str | None) -> Iterator[Path]:
-    """Yield the folders in which a site may have its files of parameters."""
+    """Yield the folders that may contain a site's files of parameters."""
     if prefix := environment.get("OPAL_PREFIX"):
         yield Path(prefix, "etc")
     if library is not None:
@@ -68,7 +68,7 @@ def is_chosen(environment: Mapping[str, str], library: str | None) -> bool:
 
 
 def can_do_without(MPI: Any) -> bool:
-    """Tell whether btl/ofi may be left out: this is Open MPI, all ranks are on one node, and nobody has chosen."""
+    """Tell whether btl/ofi may be excluded: Open MPI, all ranks on one node, and no choice of user or site."""
     return (
         MPI.get_vendor()[0] == VENDOR
         and is_on_one_node(os.environ)
@@ -77,15 +77,15 @@ def can_do_without(MPI: Any) -> bool:
 
 
 def is_used(MPI: Any) -> bool:
-    """Tell whether the MPI that hpcdist started has opened btl/ofi, as far as its variable says."""
+    """Tell whether the MPI that hpcdist started has opened btl/ofi, according to its variable."""
     return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and "ofi" not in os.environ.get(VARIABLE, "")
 
 
 @contextmanager
 def without_btl_ofi(MPI: Any) -> Iterator[None]:
-    """Leave btl/ofi out of the MPI that starts meanwhile, if nobody needs it.
+    """Exclude btl/ofi from the MPI that starts inside, if it is not needed.
 
-    The variable is gone afterwards: an mpirun that the program starts may use other nodes.
+    The variable is removed afterwards: an mpirun that the program starts may use other nodes.
     """
     if not can_do_without(MPI):
         yield

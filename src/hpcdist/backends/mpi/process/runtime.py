@@ -1,8 +1,8 @@
-"""MPI's start and end in this process, and the check that launcher and library fit each other.
+"""MPI's start and end in this process, and the check that launcher and library match.
 
-hpcdist initialises MPI only when a group first needs it, with MPI_THREAD_MULTIPLE, and finalises it at exit
-only if it did so itself. An uncaught exception on one rank then aborts the job, because the other ranks
-would wait for it until the walltime (MPI 11.4: the standard leaves an ended process's peers waiting).
+hpcdist initializes MPI only when a group first needs it, with MPI_THREAD_MULTIPLE, and finalizes it at exit
+only if it has initialized it. An uncaught exception on one rank then aborts the job, because the other ranks
+would wait for it until the time limit of the job (MPI 11.4: peers of an ended process may wait forever).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
 from hpcdist.launch.environment import Launch, detect
 
-START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls; MPI takes its time to start many ranks
+START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls, and the start of many ranks takes long
 STDERR = 2  # the descriptor: sys.stderr may be anything
-ABORT_SECONDS = 3.0  # after which a stuck MPI_Abort is given up
-TURN_SECONDS, LONGEST_TURN = 0.3, 3.0  # how much later than the rank before it a rank aborts
+ABORT_SECONDS = 3.0  # seconds after which a blocked MPI_Abort is given up
+TURN_SECONDS, LONGEST_TURN = 0.3, 3.0  # seconds by which each rank aborts later than the previous one
 
 FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 COLLECTIVES, HAN_PRIORITY = "OMPI_MCA_coll", "OMPI_MCA_coll_han_priority"
@@ -50,19 +50,19 @@ INSTALL_HINT = (
 )
 
 
-PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for those that it starts
-PREFIX = "OPAL_PREFIX"  # where Open MPI is installed
+PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for processes that it starts
+PREFIX = "OPAL_PREFIX"  # the prefix of Open MPI's installation
 NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
 
-START_SECONDS: list[float] = []  # how long MPI_Init took, for the doctor
-OWNED: list[Any] = []  # the MPI that hpcdist initialised, and must end
+START_SECONDS: list[float] = []  # seconds that MPI_Init took, for the doctor
+OWNED: list[Any] = []  # the MPI that hpcdist initialized, and finalizes
 OF_EXIT: list[Any] = []  # the communicator of the exit barrier
-LIMITS: list[timedelta] = []  # the limit of ``limited`` that holds now
-os.register_at_fork(after_in_child=OWNED.clear)  # a child that ended it would end the parent's
+LIMITS: list[timedelta] = []  # the current limit of ``limited``
+os.register_at_fork(after_in_child=OWNED.clear)  # a forked child would finalize its parent's MPI
 
 
 def load() -> Any:
-    """Import mpi4py.MPI, which does not initialise MPI here (see the package).
+    """Import mpi4py.MPI, which does not initialize MPI here (see the package).
 
     DistBackendError: this is not Linux, mpi4py is too old, or there is no MPI library that it can load.
     """
@@ -82,7 +82,7 @@ def load() -> Any:
 
 
 def short_name(MPI: Any) -> str:
-    """Return the library's name and version from the text that it gives, which may be a page long."""
+    """Return the library's name and version from its description, which may be a page long."""
     line = " ".join(MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0].split())
     return line.replace(" Version:", "")
 
@@ -91,9 +91,9 @@ def short_name(MPI: Any) -> str:
 def limited(timeout: timedelta) -> Iterator[None]:
     """End this process if MPI waits for all ranks inside and one does not come within a group's timeout.
 
-    There is no watchdog yet, and MPI_Init holds Python's lock: faulthandler's own thread writes to stderr where this
-    process is, and leaves with status 1, on which the launcher ends the job. A timer that the program itself gave
-    to ``faulthandler.dump_traceback_later`` is gone afterwards. Inside another such limit that one holds.
+    There is no watchdog yet, and MPI_Init holds the GIL: faulthandler's own thread writes this process's position to
+    stderr, and exits with status 1, so that the launcher ends the job. The program's own timer of
+    ``faulthandler.dump_traceback_later`` is lost. Inside another such limit the outer one applies.
     """
     if LIMITS:
         yield
@@ -110,10 +110,10 @@ def limited(timeout: timedelta) -> Iterator[None]:
 
 
 def world(timeout: timedelta = default_pg_timeout) -> Any:
-    """Return MPI.COMM_WORLD of an initialised MPI, initialising it if nobody has, for the other ranks so long.
+    """Return MPI.COMM_WORLD, after initializing MPI if the program has not; ``timeout`` limits the wait for all ranks.
 
-    The timeout counts for ``START_LEAST`` at least. DistBackendError: no MPI library; MPI was finalised; a process of
-    the job started this one; or MPI sees one rank if the launcher started several.
+    The limit is ``START_LEAST`` at least. DistBackendError: no MPI library; MPI was finalized; a process of the job
+    started this one; or MPI sees one rank although the launcher started several.
     """
     MPI = load()
     check_process()
@@ -123,7 +123,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
             "call init_process_group before MPI_Finalize"
         )
     if not MPI.Is_initialized():
-        # Open MPI's wheel prints an error for each shared window while it asks UCX, which then steps aside
+        # Open MPI's wheel would print an error of UCX, which is not used then, for each shared window
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
         # up to here a message within a node is copied through shared memory, and not read from the sender's: 1.5 to 2.8
         # times as fast from 4 to 32 KiB, and cut to the buffer that receives it (known issues)
@@ -148,7 +148,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
 
 
 def connection() -> str:
-    """Return what joins this process to its launcher, different in each start by one; nothing if there is none."""
+    """Return the launcher's connection of this process, different in each start; empty without a launcher."""
     if namespace := os.environ.get(NAMESPACE):
         return namespace
     try:
@@ -159,9 +159,9 @@ def connection() -> str:
 
 
 def check_process() -> None:
-    """Raise in a child of a process of the job: its variables say that it is that process, which has started MPI.
+    """Raise in a child of a process of the job: it has the variables of that process, which has started MPI.
 
-    In Open MPI 5.0.11 MPI_Init waits there for ever, and then the job does not end; in MPICH it ends the child.
+    In Open MPI 5.0.11 MPI_Init would wait forever, and the job would not end; in MPICH it ends the child.
     """
     owner, _, joined = os.environ.get(PROCESS, "").partition(" ")
     own = connection()
@@ -181,9 +181,9 @@ def is_fault_tolerant() -> bool:
 
 
 def leave_out_han() -> None:
-    """Have Open MPI not use its component coll/han under ULFM, before MPI starts; what the user has chosen stays.
+    """Exclude Open MPI's component coll/han under ULFM, before MPI starts, unless the user has chosen.
 
-    Open MPI 5.0.11 takes it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of
+    Open MPI 5.0.11 uses it for groups on several nodes with more than one rank on one of them. After a ``kill -9`` of
     a rank on another node its all_reduce returned a wrong value on all other ranks, and its barrier returned.
     """
     if is_fault_tolerant() and "han" not in re.split(r"[\^,]", os.environ.get(COLLECTIVES, "")):
@@ -191,10 +191,10 @@ def leave_out_han() -> None:
 
 
 def check_launcher(MPI: Any, launch: Launch | None) -> None:
-    """Raise if MPI_Init would end this process under its launcher; unset the prefix of an Open MPI that is not loaded.
+    """Raise if MPI_Init would end this process under its launcher; unset the prefix of another Open MPI.
 
-    MPICH 5 without PMIx ends the process if it finds PMIx's variables; Open MPI 4.1.4 if OPAL_PREFIX, which Open
-    MPI 5's mpirun exports, is not its own. MPICH 4 begins a world of one (``check_world``).
+    MPICH 5 without PMIx ends the process if there are PMIx's variables; Open MPI 4.1.4 does so if OPAL_PREFIX, which
+    Open MPI 5's mpirun exports, is not its own. MPICH 4 starts a world of one rank (``check_world``).
     """
     name, version = MPI.get_vendor()
     prefix = os.environ.get(PREFIX)
@@ -230,10 +230,10 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
 
 
 def finalize() -> None:
-    """Finalise MPI at exit; not if a rank has died and the job went on (ULFM), or the launcher was left.
+    """Finalize MPI at exit; not if a rank has died and the job went on (ULFM), or the launcher was disconnected.
 
-    Open MPI 5.0.11 then hung in MPI_Finalize in 1 of 11 to 1 of 4 runs, in a barrier of its launcher that the dead rank
-    never enters; leaving without it ended well each time.
+    In these cases Open MPI 5.0.11 hung in MPI_Finalize in 1 of 11 to 1 of 4 runs, in a barrier of its launcher that the
+    dead rank never enters; an exit without it ended well each time.
     """
     from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
@@ -243,24 +243,24 @@ def finalize() -> None:
 
 
 def skip_finalize() -> None:
-    """Have this process end without MPI_Finalize, with the program's own status."""
+    """Let this process end without MPI_Finalize, with the program's own status."""
     OWNED.clear()
 
 
 def limit_end(seconds: float) -> None:
-    """Have the kernel end this process after some seconds, whatever its threads wait for."""
-    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL, from whichever thread this is
+    """Let the kernel end this process after some seconds, whatever its threads wait for."""
+    ctypes.CDLL(None).signal(signal.SIGALRM, None)  # SIG_DFL; Python's own function works on the main thread only
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
-    """Print which rank failed and what the hook before this one prints, then end the job (MPI_Abort, status 1)."""
-    if not OWNED:  # a forked child's exception is its own
+    """Print which rank failed, call the previous hook, then end the job (MPI_Abort, status 1)."""
+    if not OWNED:  # a forked child's exception does not concern the job
         before(*exception)
         return
     MPI = load()
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    with redirect_stderr(io.StringIO()) as printed:  # whole: the ranks' lines would be mixed
+    with redirect_stderr(io.StringIO()) as printed:  # in one piece: otherwise the ranks' lines would be mixed
         run_hook(before, *exception)
     write_to_stderr(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{printed.getvalue()}")
     if size > 1 and not MPI.Is_finalized():
@@ -268,14 +268,14 @@ def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
 
 
 def abort(status: int) -> None:
-    """End the job (MPI 11.4, MPI_Abort), and this process if MPI is too stuck for that."""
+    """End the job (MPI 11.4, MPI_Abort), and this process if MPI_Abort blocks."""
     MPI = load()
     time.sleep(FORWARD_SECONDS)  # MPICH's mpirun ends at once, and lost the report of 1 in 10 jobs on a busy machine
     if is_fault_tolerant():
         # two MPI_Aborts at once after a death: mpirun (Open MPI 5.0.11) waited for a lock of its own in 1 of 9 jobs
         time.sleep(min(MPI.COMM_WORLD.Get_rank() * TURN_SECONDS, LONGEST_TURN))
-    # Abort may wait for a lock that a stuck thread holds, and mpi4py keeps Python's own meanwhile: the kernel's alarm
-    # needs neither. The launcher ends the job of a killed rank.
+    # MPI_Abort may wait for a lock of a blocked thread, and mpi4py keeps the GIL meanwhile: the kernel's alarm needs
+    # neither. The launcher ends the job of a killed rank.
     limit_end(ABORT_SECONDS)
     if is_fault_tolerant():
         from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
@@ -288,12 +288,12 @@ def abort(status: int) -> None:
 
 
 def exit_barrier() -> Callable[[], bool] | None:
-    """Begin a barrier of all ranks that leave; return what tells whether all of them have come.
+    """Begin a barrier of all ranks that exit; return a function that tells whether all of them have come.
 
-    MPI_Finalize waits for every rank, so a rank that ends while the others wait for it in a collective would wait
-    with them for ever. If a rank has died (ULFM), those that live are waited for, by MPI_Comm_iagree: one that left
-    without MPI_Finalize before the others are done would count as dead to them. None if hpcdist did not initialise
-    MPI on all ranks. It has a communicator of its own: MPI.COMM_WORLD is the program's.
+    MPI_Finalize waits for every rank, so a rank that exits while the others wait for it in a collective would wait
+    with them forever. If a rank has died (ULFM), the barrier is MPI_Comm_iagree of the living ones: a rank that exited
+    without MPI_Finalize before the others are done would be dead for them. None if hpcdist did not initialize MPI on
+    all ranks. It has a communicator of its own: MPI.COMM_WORLD is the program's.
     """
     if not OWNED or OWNED[0].Is_finalized() or not OF_EXIT:
         return None
@@ -315,10 +315,10 @@ def exit_barrier() -> Callable[[], bool] | None:
 
 
 def all_finalize(finalizes: bool) -> bool:
-    """Return whether all ranks finalise MPI; those that leave call it, after the exit barrier.
+    """Return whether all ranks finalize MPI; ranks that exit call it, after the exit barrier.
 
-    If one does not, MPI_Finalize never ends on another, or the launcher takes that one's end for a failure and kills
-    the others. Under ULFM each decides for itself: a rank that died since would be waited for.
+    If one does not, MPI_Finalize never ends on another, or the launcher takes the exit for a failure and kills the
+    others. Under ULFM each decides for itself: the question would wait for a rank that died since.
     """
     from hpcdist.backends.mpi.process import ulfm  # imports mpi4py.MPI, as this module does not
 
@@ -331,7 +331,7 @@ def all_finalize(finalizes: bool) -> bool:
 
 
 def prepare_exit_barrier(comm: Any) -> None:
-    """Make the communicator of the exit barrier, with the first world that has all ranks; every rank of it calls."""
+    """Make the communicator of the exit barrier, for the first world of all ranks; every rank of it calls."""
     MPI = load()
     if OF_EXIT or comm.Get_size() != MPI.COMM_WORLD.Get_size():
         return
@@ -348,7 +348,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     given = checked(comm)
     with limited(timeout), arrival.announced(given.Get_rank(), given.Get_size()):
         try:
-            own = MPI.Intracomm(given).Dup()  # as mpi4py's class: one of the program's may be made by other arguments
+            own = MPI.Intracomm(given).Dup()  # of mpi4py's class: the program's subclass may need other arguments
             own.Set_errhandler(MPI.ERRORS_RETURN)
             prepare_exit_barrier(own)
         except MPI.Exception as error:
@@ -364,7 +364,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
 
 
 def checked(comm: Any) -> Any:
-    """Return a user's communicator if a world can be made of it: an mpi4py intracommunicator, and not MPI.COMM_NULL."""
+    """Return a user's communicator if it can be a world: an mpi4py intracommunicator, and not MPI.COMM_NULL."""
     MPI = load()
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in that communicator")

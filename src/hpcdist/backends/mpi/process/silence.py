@@ -1,7 +1,7 @@
-"""Limit on the silence of other hosts: ends MPI's TCP connections whose other host is gone (lost power, a lost link).
+"""Limit on the silence of other hosts: ends MPI's TCP connections to a lost host (no power, no link).
 
-A host that has answered nothing for about 15 s is lost; a stopped process's kernel goes on answering. Other libraries'
-connections are theirs: MPI's are those to the ports at which the ranks listen since their MPI_Init.
+A host that has not answered for about 15 s is lost; the kernel of a stopped process still answers. Connections of other
+libraries are not touched: MPI's are those to the ports at which the ranks listen since their MPI_Init.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 UNANSWERED_MILLISECONDS = 15_000  # of one that sends
 # in Linux's struct tcp_info: retransmissions, and probes of a closed window, since the last answer
 UNANSWERED = slice(2, 4)
-PORTS: set[int] = set()  # at which MPI listens in this process
+PORTS: set[int] = set()  # ports at which MPI listens in this process
 
-Socket = tuple[int, int]  # its descriptor and inode; its owner may close it, and another file get its number
+Socket = tuple[int, int]  # its descriptor and inode: after a close another file may get the number
 
 
 def noting_ports(start: Callable[[], object]) -> None:
-    """Start MPI, and take note of the ports at which this process listens since."""
+    """Start MPI, and record the ports at which this process listens afterwards."""
     before = listening()
     start()
     PORTS.update(listening() - before)
 
 
 def limit(ports: Collection[int]) -> None:
-    """Have the kernel end MPI's connections, at the ports where the ranks listen, whose other host is silent."""
+    """Let the kernel end MPI's connections, at the ports where the ranks listen, whose other host is silent."""
     found = []
     for each, connection in sockets():
         if not is_listening(connection) and is_of_ports(connection, ports) and is_untouched(connection):
@@ -44,7 +44,7 @@ def limit(ports: Collection[int]) -> None:
 
 
 def sockets() -> Iterator[tuple[Socket, socket.socket]]:
-    """Yield the TCP sockets of this process, each by another descriptor of its own."""
+    """Yield the TCP sockets of this process, each by a duplicate descriptor."""
     try:
         numbers = os.listdir("/proc/self/fd")
     except OSError:  # there is no /proc
@@ -64,21 +64,21 @@ def is_listening(found: socket.socket) -> bool:
 
 
 def is_of_ports(connection: socket.socket, ports: Collection[int]) -> bool:
-    """Tell whether a connection is one to a port of another process that is among some, or to one of PORTS here."""
+    """Tell whether a connection is to one of these ports of another process, or to one of PORTS here."""
     with suppress(OSError):  # it is not connected
         return connection.getpeername()[1] in ports or connection.getsockname()[1] in PORTS
     return False
 
 
 def is_untouched(connection: socket.socket) -> bool:
-    """Tell whether nobody has limited a connection's silence: MPI's own settings stay as they are."""
+    """Tell whether a connection has no limit of silence yet: MPI's own settings stay as they are."""
     return not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and not connection.getsockopt(
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
     )
 
 
 def duplicate(number: int, inode: int | None = None) -> socket.socket:
-    """Return a socket of this process by its descriptor, and raise OSError if it is not a socket, or another one."""
+    """Return a socket of this process by its descriptor; OSError if it is not a socket, or another one."""
     status = os.fstat(number)
     if not S_ISSOCK(status.st_mode) or inode not in (None, status.st_ino):
         raise OSError(EBADF, os.strerror(EBADF))
@@ -86,9 +86,9 @@ def duplicate(number: int, inode: int | None = None) -> socket.socket:
 
 
 def limit_receivers(found: list[Socket]) -> None:
-    """Look once a second at which connections get no answer to what they send, and limit the time of those.
+    """Find, once a second, the connections whose data is not acknowledged, and limit their time.
 
-    A limit for all would end those too whose other side does not read for so long, though its kernel answers: a rank
+    A limit for all would also end those whose other side does not read for so long, although its kernel answers: a rank
     that computes, or is stopped, while others send to it (tcp(7), TCP_USER_TIMEOUT).
     """
     limits = dict.fromkeys(found, 0)

@@ -1,7 +1,7 @@
 """User-Level Failure Mitigation: whether this MPI survives a dead process, and which processes have died.
 
-MPI_Comm_revoke, _shrink and _get_failed (``MPIX_`` before MPI 5) are there in Open MPI 5 under ``mpirun --with-ft
-ulfm``, and under ``srun`` once its processes have left Slurm's PMIx. Elsewhere a dead process ends the job.
+Open MPI 5 has MPI_Comm_revoke, _shrink and _get_failed (``MPIX_`` before MPI 5) under ``mpirun --with-ft ulfm``, and
+under ``srun`` once its processes have disconnected from Slurm's PMIx. Elsewhere a dead process ends the job.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.process import silence
 from hpcdist.core.waiting import wait_until
 
-TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third) or of this process only
-NEWS_SECONDS = 1.0  # how long the news of a death may take to reach every rank
-QUIET_SECONDS = 0.1  # without news of another death, after which it is likely that there is none
+TRIALS = 100  # tests of a request on a revoked communicator (Open MPI raised in the third), or one of this process
+NEWS_SECONDS = 1.0  # seconds until every rank knows of a death
+QUIET_SECONDS = 0.1  # seconds without news of another death, after which there is probably none
 PMIX = "libpmix.so.2"
-SLURM_JOBS = "slurm.pmix."  # what PMIX_NAMESPACE begins with under srun --mpi=pmix
-ALONE: list[str] = []  # the launcher that this process has left
-UNFINISHED: list[object] = []  # what MPI may still write to
+SLURM_JOBS = "slurm.pmix."  # the beginning of PMIX_NAMESPACE under srun --mpi=pmix
+ALONE: list[str] = []  # the launcher from which this process has disconnected
+UNFINISHED: list[object] = []  # memory to which MPI may still write
 LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to survive a lost rank"
 
 
@@ -33,8 +33,8 @@ LAUNCH_HINT = "start the job with Open MPI 5 and `mpirun --with-ft ulfm` to surv
 def is_tolerant() -> bool:
     """Tell whether this MPI survives a dead process.
 
-    Found by trying on a communicator of this process only: without the launcher's consent Open MPI has the same
-    functions, but revoking does not end a pending receive.
+    It is tried on a communicator of this process only: without the launcher's option Open MPI has the same functions,
+    but revoking does not end a pending receive.
     """
     if not hasattr(MPI.Comm, "Revoke"):
         return False
@@ -54,7 +54,7 @@ def is_tolerant() -> bool:
 def end(request: MPI.Request) -> bool:
     """End a pending receive; tell whether its communicator had been revoked."""
     try:
-        for _ in range(TRIALS):  # the revocation is noticed by MPI's progress, not at once
+        for _ in range(TRIALS):  # MPI notices the revocation when it makes progress, not at once
             request.Test()
         request.Cancel()
         request.Wait()
@@ -64,7 +64,7 @@ def end(request: MPI.Request) -> bool:
 
 
 def settle(request: MPI.Request, memory: object) -> None:
-    """End a request for which MPI has given an error, but which may still match (MPI_ERR_PROC_FAILED_PENDING).
+    """End a request that has an error, but may still be matched (MPI_ERR_PROC_FAILED_PENDING).
 
     Its communicator is revoked. If it does not end, its memory is kept.
     """
@@ -76,13 +76,13 @@ def settle(request: MPI.Request, memory: object) -> None:
     UNFINISHED.append((request, memory))
 
 
-AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which nobody reads; it must outlive the request
+AGREED = array("i", [1])  # MPI_Comm_iagree's flag, which is not read; it must outlive the request
 
 
 def is_loss(error: MPI.Exception, comm: MPI.Intracomm) -> bool:
     """Tell whether MPI reports a dead process or a revoked communicator.
 
-    Open MPI 5.0.11 gives MPI_ERR_OTHER to a barrier of 4 to 6 ranks that is revoked, so the communicator is asked too.
+    Open MPI 5.0.11 returns MPI_ERR_OTHER from a revoked barrier of 4 to 6 ranks, so the communicator is checked too.
     """
     if not is_tolerant():
         return False
@@ -94,7 +94,7 @@ def failed(comm: MPI.Intracomm) -> list[int]:
     """Return the ranks of a communicator that MPI knows to have died."""
     if not is_tolerant() or comm == MPI.COMM_NULL:
         return []
-    MPI.COMM_SELF.Iprobe(0, 0)  # news of a death is taken in by MPI's progress, which Get_failed does not make
+    MPI.COMM_SELF.Iprobe(0, 0)  # MPI learns of a death when it makes progress, which Get_failed does not do
     dead, everyone = comm.Get_failed(), comm.Get_group()
     try:
         return sorted(MPI.Group.Translate_ranks(dead, None, everyone))
@@ -109,9 +109,9 @@ def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
 
 
 def await_news(comm: MPI.Intracomm) -> None:
-    """Return when no more deaths have become known for a moment.
+    """Wait until no further death has become known for a moment.
 
-    Those of several ranks, as of a node, are not learnt of at once, and Open MPI 5.0.11 crashes
+    The deaths of several ranks, as of a node, become known one by one, and Open MPI 5.0.11 crashes
     (``ompi_comm_revoke_local``) if it learns of one while MPI_Comm_shrink makes its communicator.
     """
     known, until = 0, time.monotonic() + QUIET_SECONDS
@@ -122,11 +122,11 @@ def await_news(comm: MPI.Intracomm) -> None:
 
 
 def end_creation() -> None:
-    """Let communicators be made again after a call that makes one has failed.
+    """Make the creation of communicators work again after one has failed.
 
-    Open MPI 5.0.11 makes one communicator at a time, those of older ones first, and after a failure goes on to wait for
-    the failed one: MPI_Comm_shrink of a younger communicator never ends. A complete creation resets that, and only
-    MPI_COMM_WORLD is older than MPI_COMM_SELF; if it is that one which failed, nothing helps.
+    Open MPI 5.0.11 makes one communicator at a time, from older parents first, and after a failure still waits for the
+    failed one: MPI_Comm_shrink of a younger communicator never ends. A complete creation resets that, here from
+    MPI_COMM_SELF; only MPI_COMM_WORLD is older, and if a creation from it failed, nothing helps.
     """
     made, request = MPI.COMM_SELF.Idup()
     for _ in range(TRIALS):  # it ends in the sixth
@@ -137,12 +137,12 @@ def end_creation() -> None:
 
 
 def leave_launcher(comm: MPI.Intracomm) -> bool:
-    """Leave Slurm's PMIx, whose plugin kills the step when a rank dies; every rank of the world calls.
+    """Disconnect from Slurm's PMIx, whose plugin kills the step when a rank dies; every rank of the world calls.
 
-    MPI asks PMIx for the address of a process that it meets for the first time, so each sends an empty message to every
-    other one before. Afterwards it learns of a death from its broken connections: those are between nodes, so ranks of
-    another node see it, and MPI tells the rest. MPI_Finalize would wait for PMIx for ever: the process ends without.
-    Returns False under another launcher, where nothing is done.
+    MPI asks PMIx for the address of a process at the first message to it, so each first sends an empty message to every
+    other one. Afterwards MPI learns of a death from broken connections: these are between nodes, so ranks of another
+    node see it, and MPI informs the rest. MPI_Finalize would wait for PMIx forever, so the process ends without it.
+    Returns False, and does nothing, under another launcher.
     """
     namespace = os.environ.get("PMIX_NAMESPACE", "")
     if not namespace.startswith(SLURM_JOBS):
@@ -160,6 +160,6 @@ def leave_launcher(comm: MPI.Intracomm) -> bool:
 
 
 def leave_pmix() -> None:
-    """Tell Open MPI's launcher that this process ends well, if there is one: else mpirun fails a job that has ended."""
+    """Report a normal end to Open MPI's launcher, if there is one: otherwise mpirun fails a job that has ended well."""
     with suppress(OSError):  # another MPI does not load it
         ctypes.CDLL(PMIX, os.RTLD_NOW | os.RTLD_NOLOAD).PMIx_Finalize(None, 0)
