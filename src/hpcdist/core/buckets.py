@@ -33,7 +33,7 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: object, check: Check
     made: list[list[int]] = []
     for index, tensor in enumerate(tensors):
         kind = (buffers.real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
-        if tensor.layout is not torch.strided or kind not in checked:
+        if tensor.layout is not torch.strided or kind not in checked or tensor.is_nested:
             check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
             checked.add(kind)
         elif tensor.data_ptr() < buffers.LOWEST_PLACE:

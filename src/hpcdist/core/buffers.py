@@ -118,6 +118,7 @@ def as_list(values: Any, dtype: Any) -> TensorList | None:
             or each.requires_grad
             or not each.is_cpu
             or each.is_neg()
+            or each.is_nested
             or (is_complex and each.is_conj())
         ):
             return None
@@ -335,8 +336,10 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(call: str, *tensors: torch.Tensor) -> None:
-    """Raise if a tensor is sparse, which only all_reduce takes, or quantized."""
+    """Raise if a tensor is sparse, which only all_reduce takes, nested or quantized."""
     for tensor in tensors:
+        if tensor.is_nested:
+            raise nested(call)
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{call} takes dense tensors, not {tensor.layout}; of the collectives only all_reduce (and "
@@ -344,6 +347,10 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
             )
         if tensor.dtype in QUANTIZED_TYPES:
             raise quantized(call, tensor)
+
+
+def nested(call: str) -> TypeError:
+    return TypeError(f"{call} does not carry nested tensors, which have no shape; send the tensors of unbind() of it")
 
 
 def quantized(call: str, tensor: torch.Tensor) -> NotImplementedError:

@@ -319,7 +319,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
         backend.check_reduction(row, either.dtype, op)
     for each in (given, output):
         if each is not None:
-            if each.layout is not torch.strided or each.dtype in QUANTIZED_TYPES:
+            if each.layout is not torch.strided or each.dtype in QUANTIZED_TYPES or each.is_nested:
                 check_dense(row.name, each)
             if each.data_ptr() < LOWEST_PLACE:
                 check_memory(each)

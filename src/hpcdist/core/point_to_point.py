@@ -19,6 +19,7 @@ from hpcdist.core.buffers import (
     for_reading,
     is_direct,
     is_plain,
+    nested,
     on_memory,
     put,
     quantized,
@@ -79,6 +80,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
+    if tensor.is_nested:
+        raise nested("a message")
     if tensor.dtype in QUANTIZED_TYPES:
         raise quantized("a message", tensor)
     if not tensor.is_meta:  # which no group carries

@@ -140,13 +140,15 @@ def premultiplier(op: Any) -> Any:
 
 
 def check_factor(row: Row, dtype: torch.dtype, op: Any) -> None:
-    """Raise unless a PREMUL_SUM has a factor for a dtype: there is none, or it is complex and the values are real."""
+    """Raise if a PREMUL_SUM has no factor that a dtype can be multiplied by."""
     state = op.__getstate__()
     factor = state[1] if isinstance(state, tuple) else None
     if factor is None:
         found = "none: it is a plain ReduceOp.PREMUL_SUM"
     elif is_complex(factor) and not dtype.is_complex:
         found = f"a tensor of {factor.dtype} for values of {dtype}"
+    elif isinstance(factor, torch.Tensor) and factor.is_meta:
+        found = "a tensor on the device meta, which has no value"
     else:
         return
     raise MismatchError(
