@@ -20,7 +20,7 @@ from typing import Any
 from hpcdist.cli import web_page
 from hpcdist.cli.bench import plots, report
 from hpcdist.cli.bench.timing import Figure
-from hpcdist.core.printing import sized, timed
+from hpcdist.core.printing import format_size, format_time
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "explanation"
@@ -149,8 +149,8 @@ def mpi_block(way: str) -> str:
     rows = []
     for (_, _, nbytes), found in list(report.by_call(sizes()).items())[::2]:  # the plot has them all
         ours, raw = found["hpcdist"].median, found["mpi4py"].median
-        times = [timed(time / 1e6) for time in (ours, raw)]
-        rows.append([sized(nbytes), *times, f"{ours / raw:.2f}"])
+        times = [format_time(time / 1e6) for time in (ours, raw)]
+        rows.append([format_size(nbytes), *times, f"{ours / raw:.2f}"])
     command = f"`mpirun -n 2 python -m hpcdist bench {' '.join(BENCH['all_reduce'])}`, {place('all_reduce')}:"
     head = ["`all_reduce` of float32", "hpcdist", "MPI by mpi4py", "of MPI's time"]
     return f"{plot}\n\n{command}\n\n{table(head, rows)}"

@@ -29,7 +29,7 @@ class ServerClosedError(ConnectionResetError):
     """Reports a connection that the server closed in order: it has not carried out the requests without an answer."""
 
 
-def explained(text: str, name: str) -> str:
+def add_hint(text: str, name: str) -> str:
     """Return a message with the command that prints its entry on the page of errors."""
     return f"{text} [python -m hpcdist explain {name}]"
 
@@ -47,7 +47,7 @@ def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: st
     """Make the error for keys that did not come in time."""
     late = f"the {'key' if len(keys) == 1 else 'keys'} did not come to {where} in {waited:.3f} s{note}"
     text = f"wait timeout after {seconds * 1000:.0f}ms, keys: {name_keys(keys)} ({late})"
-    return DistStoreError(explained(text, "store-timeout"))
+    return DistStoreError(add_hint(text, "store-timeout"))
 
 
 def barrier_timeout(
@@ -56,7 +56,7 @@ def barrier_timeout(
     """Make the error for a barrier that too few callers reached in time."""
     late = f"fewer than {world_size} callers came to {where} in {waited:.3f} s{note}"
     text = f"barrier timeout after {seconds * 1000:.0f}ms, key: {name_keys([key])} ({late})"
-    return DistStoreError(explained(text, "store-timeout"))
+    return DistStoreError(add_hint(text, "store-timeout"))
 
 
 def queue_empty(key: bytes, where: str) -> QueueEmptyError:
@@ -70,7 +70,7 @@ def lost_server(what: str, where: str, waited: float, cause: object) -> LostServ
         f"lost the connection to {where} in {what}, after {waited:.3f} s: {cause}. The server has ended, "
         "or it refused the request (a length above its limits, or text where it expected a number)."
     )
-    return LostServerError(explained(text, "store-lost"))
+    return LostServerError(add_hint(text, "store-lost"))
 
 
 def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> DistNetworkError:
@@ -79,7 +79,7 @@ def connect_timeout(where: str, seconds: float, tries: int, cause: object) -> Di
         f"the connection to {where} timed out after {seconds * 1000:.0f}ms "
         f"({tries} tries, the last: {cause}). Is the server's process running, and is this its address?"
     )
-    return DistNetworkError(explained(text, "store-unreachable"))
+    return DistNetworkError(add_hint(text, "store-unreachable"))
 
 
 def wrong_kind(name: str, value: object, expected: str) -> TypeError:

@@ -20,7 +20,7 @@ from rich.table import Table
 import hpcdist as dist
 from hpcdist.cli.bench import collectives, p2p, parser
 from hpcdist.cli.bench.timing import Bench
-from hpcdist.core.printing import sized
+from hpcdist.core.printing import format_size
 from tests.bench import groups, objects, overlap
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -73,10 +73,10 @@ def tensors(bench: Bench) -> list[Verdict]:
         if name == "all_reduce" and size < MIB and bench.size != 2:
             continue
         medians = collectives.compare(bench, name, torch.float32, size)
-        found += [at_most(f"{name} float32 {sized(size)}", medians, *target) for target in targets]
+        found += [at_most(f"{name} float32 {format_size(size)}", medians, *target) for target in targets]
         for dtype in (torch.bfloat16, torch.float16) if name == "all_reduce" and size >= MIB else ():
             half = collectives.compare(bench, name, dtype, size)
-            what = f"{name} {str(dtype)[6:]} {sized(size)}"
+            what = f"{name} {str(dtype)[6:]} {format_size(size)}"
             found.append(at_most(what, half | {"our float32": medians["hpcdist"]}, "our float32", 1.0))
             found.append(at_most(what, half, "gloo", 0.25))
     return found

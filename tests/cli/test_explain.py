@@ -7,7 +7,7 @@ import pytest
 
 import hpcdist
 from hpcdist.cli import explain, main
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from tests.forked import mpirun
 from tests.programs import MPIRUN
 
@@ -60,7 +60,7 @@ def test_of_two_patterns_the_one_that_says_more_wins():
     said = "all_reduce on rank 0 of 4 failed: rank 2 of the group died"
     assert explain.best(said, entries).name == "gloo-error"
     said += "; the group takes no more calls, shrink_group makes one without the lost ranks"
-    assert explain.best(explained(said, "lost-rank"), entries).name == "lost-rank"
+    assert explain.best(add_hint(said, "lost-rank"), entries).name == "lost-rank"
 
 
 def test_without_arguments_it_lists_all(capsys):

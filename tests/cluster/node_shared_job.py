@@ -19,7 +19,7 @@ dist.barrier()
 assert tensor.tolist() == [100 + each if each in peers else -peers[0] for each in range(size)], tensor
 # a host without room: all ranks raise the same
 if rank == size - 1:
-    memory_file.free = lambda: 7
+    memory_file.free_bytes = lambda: 7
 errors: list = [None] * size
 try:
     dist.node_shared((1024,))

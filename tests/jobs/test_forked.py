@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hpcdist.core.waiting import readable
+from hpcdist.core.waiting import wait_readable
 from tests import forked, programs
 
 STARTS = """
@@ -32,11 +32,11 @@ def test_the_fork_server_and_its_children_end_with_the_process_that_started_it()
     pids = [int(each) for _ in range(2) for each in process.stdout.readline().split()]
     assert len(pids) == 3  # the client, the program and its parent, the server
     ends = [os.fdopen(os.pidfd_open(pid)) for pid in pids]
-    assert readable(ends, 0) == []
+    assert wait_readable(ends, 0) == []
     process.kill()
     process.wait()
     for end in ends:
-        assert readable([end], 30) == [end]
+        assert wait_readable([end], 30) == [end]
         end.close()
 
 

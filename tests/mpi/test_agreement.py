@@ -7,7 +7,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.core.agreement import check_same
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 
 from .conftest import BACKEND
 
@@ -29,7 +29,7 @@ def test_a_difference_is_named_on_every_rank(world, rank, size):
         with pytest.raises(dist.DistBackendError) as raised:
             check_same(world.cpu, {"A": "same", "B": "64K" if rank == odd_one else "off"})
         text = str(raised.value)
-        others = listed([each for each in range(size) if each != odd_one])
+        others = format_ranks([each for each in range(size) if each != odd_one])
         assert f"'64K' on rank {odd_one}" in text
         assert f"'off' on {others}" in text
         assert "B is" in text

@@ -200,7 +200,7 @@ def test_poll_leaves_a_wait_in_the_window(every, row):
             "all_reduce": lambda: several.all_reduce(send, send, ReduceOp.SUM),
             "broadcast": lambda: several.broadcast(send, 1),
             "all_gather_single": lambda: several.window.collect(
-                *collectives.where(send.split(300_000)), window.CHUNK_BYTES
+                *collectives.places_of(send.split(300_000)), window.CHUNK_BYTES
             ),
             "reduce_scatter_single": lambda: several.reduce_scatter_single(torch.ones(1_200_000), recv, ReduceOp.SUM),
         }

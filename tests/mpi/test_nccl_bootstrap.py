@@ -143,7 +143,7 @@ def test_two_ranks_on_one_gpu_fail_on_all_ranks(comm, world, rank, size, monkeyp
 
 def test_the_ranks_of_a_node_are_counted_by_shared_memory(comm, rank, size, monkeypatch):
     everything = tuple(f"GPU-{index}" for index in range(size))
-    monkeypatch.setattr(devices, "visible", lambda: everything)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: everything)
     views, local_rank = devices.views_by_mpi(comm)
     assert len(views) == size  # these tests run on one machine
     assert comm.allgather(devices.place(views, local_rank)) == list(range(size))

@@ -28,7 +28,7 @@ def gathered(value):
 @pytest.fixture
 def peers(world):
     """The ranks of this rank's node."""
-    places = gathered((os.uname().nodename, memory_file.device()))
+    places = gathered((os.uname().nodename, memory_file.device_id()))
     return [rank for rank, place in enumerate(places) if place == places[dist.get_rank()]]
 
 

@@ -425,12 +425,12 @@ def storages_of(tensors):
 @pytest.mark.parametrize("weights_only", [False, True])
 @on_cpu
 def test_the_memory_of_tensors_is_not_in_the_pickle(weights_only):
-    from hpcdist.core.objects import packed, unpacked
+    from hpcdist.core.objects import pack, unpack
 
     state = {"weight": torch.ones(1000), "bias": torch.nn.Parameter(torch.ones(2000))}
-    data, apart, failure = packed(state, 0, weights_only=weights_only)
+    data, apart, failure = pack(state, 0, weights_only=weights_only)
     assert failure is None
     assert len(data) < (3000 if weights_only else 1000)
     assert sorted(each.nbytes for each in apart) == [4000, 8000]
-    found = unpacked(data, *map(bytearray, apart), weights_only=weights_only)
+    found = unpack(data, *map(bytearray, apart), weights_only=weights_only)
     assert torch.equal(found["bias"], state["bias"])

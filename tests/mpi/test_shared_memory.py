@@ -262,7 +262,7 @@ def test_no_room_in_dev_shm_is_found_before_anybody_writes(comm, monkeypatch, me
 
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(memory_file, "reserve", full)
-        monkeypatch.setattr(memory_file, "free", lambda: 7)
+        monkeypatch.setattr(memory_file, "free_bytes", lambda: 7)
     with pytest.raises(RuntimeError, match=r"has 7 bytes free, and \d+ are needed"):
         node_shared(comm)
     assert memory_files

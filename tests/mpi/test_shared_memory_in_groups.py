@@ -228,7 +228,7 @@ def test_what_is_left_of_an_object_meets_no_other_call(comm, monkeypatch):
                 raise MemoryError
 
             with monkeypatch.context() as patch:
-                patch.setattr(parts, "of", leave)
+                patch.setattr(parts, "as_buffer", leave)
                 with pytest.raises(MemoryError):
                     dist.broadcast_object_list(objects, 0, made)
         else:

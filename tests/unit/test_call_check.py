@@ -21,12 +21,12 @@ from hpcdist.backends.mpi.node.call_board import (
     NUMBER,
     RING,
     SIZES,
+    BoardCall,
     CallBoard,
-    Said,
     bytes_of,
     is_wide,
+    kind_word,
     read,
-    what,
     with_size,
 )
 from hpcdist.core.call import Call
@@ -92,12 +92,12 @@ def drawn(rng, size):
 
 def make(check, rank, size, row, length, root):
     if row is BARRIER:
-        check.run(Call(BARRIER), what(BARRIER.name))
+        check.run(Call(BARRIER), kind_word(BARRIER.name))
         return
     tensor, op = torch.zeros(length), ReduceOp.SUM if row.reduces else None
     output = tensor if row is not GATHER else torch.zeros(size * length) if rank == root else None
     call = Call(row, tensor, output, op, root if row.rooted else None)
-    check.run(call, what(row.name, tensor.dtype, op))
+    check.run(call, kind_word(row.name, tensor.dtype, op))
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():
 @pytest.mark.parametrize("number", [0, 1, 2**16 - 1, 2**16 + 3])
 def test_words_say_the_call(size, number):
     for row, op, root in ((ALL_REDUCE, ReduceOp.MAX, None), (BROADCAST, None, 2**15 - 1), (GATHER, None, 0)):
-        word = with_size(what(row.name, torch.float16, op, root), size) + (number & NUMBER)
+        word = with_size(kind_word(row.name, torch.float16, op, root), size) + (number & NUMBER)
         assert 0 <= word < 2**63
-        assert read(word, size) == Said(row.name, torch.float16, "MAX" if op is not None else "", root or 0, size)
+        assert read(word, size) == BoardCall(row.name, torch.float16, "MAX" if op is not None else "", root or 0, size)
         assert (read(word, -99).size == size) is not is_wide(word)

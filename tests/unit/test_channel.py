@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.core.waiting import readable, wait_until
+from hpcdist.core.waiting import wait_readable, wait_until
 from hpcdist.watch import channel as module
 from hpcdist.watch.channel import ANSWER, HEAD, QUESTION, TAG_BYTES, Channel, Numbers, key_of, seal
 
@@ -206,7 +206,7 @@ def test_a_thread_that_asks_gets_what_the_answering_thread_takes_in(pair: tuple[
 
     def answers() -> None:  # as the watchdog's thread, which sleeps until something comes or is due
         while not ends.is_set():
-            readable([asking.socket], min(asking.push() - time.monotonic(), 60.0))
+            wait_readable([asking.socket], min(asking.push() - time.monotonic(), 60.0))
             asking.answer()
 
     thread = threading.Thread(target=answers)

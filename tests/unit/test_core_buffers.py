@@ -64,7 +64,7 @@ def test_copies_have_the_values_that_the_caller_sees():
 
 def test_values_reach_memory_that_several_elements_share():
     memory = torch.zeros(3)
-    buffers.put(torch.tensor([[1.0, 2.0, 3.0]] * 4), memory.expand(4, 3))
+    buffers.copy_into(torch.tensor([[1.0, 2.0, 3.0]] * 4), memory.expand(4, 3))
     assert memory.tolist() == [1, 2, 3]
     flat = torch.arange(5.0)
     outputs = [torch.zeros(2), torch.zeros(3, 2)[:, 1]]

@@ -14,7 +14,7 @@ from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.issue import check, issue
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.reduction import multiplied_by
+from hpcdist.core.reduction import premul_sum
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BROADCAST
 
@@ -71,8 +71,8 @@ def test_plans_are_made_once_and_know_the_window():
     assert not plans.of(ALL_REDUCE, torch.bfloat16, ReduceOp.SUM).reduction.is_direct
     assert plans.of(BROADCAST, torch.float32, None).reduction is None
     factor = torch.distributed._make_nccl_premul_sum(2.0)  # lives as long as its caller keeps it
-    assert plans.of(ALL_REDUCE, torch.float32, factor) is plans.of(ALL_REDUCE, torch.float32, multiplied_by(3.0))
-    for op in (ReduceOp.PREMUL_SUM, multiplied_by(torch.tensor(2j))):  # without one, and of other values
+    assert plans.of(ALL_REDUCE, torch.float32, factor) is plans.of(ALL_REDUCE, torch.float32, premul_sum(3.0))
+    for op in (ReduceOp.PREMUL_SUM, premul_sum(torch.tensor(2j))):  # without one, and of other values
         with pytest.raises(ValueError, match="the factor of PREMUL_SUM is"):
             plans.of(ALL_REDUCE, torch.float32, op)
     assert plans.of(ALL_REDUCE, torch.float32, factor).shared_from == NEVER

@@ -105,7 +105,7 @@ def test_exported_variables_beside_a_launchers(name, environ):
     forced = environment.detect({**differing, "HPCDIST_RANKS_FROM": "mpi"})
     assert (forced.name, forced.size, forced.conflict) == (name, 2, "")
     environ(differing)
-    for call in (hpcdist.init_process_group, decision.launched):
+    for call in (hpcdist.init_process_group, decision.find_launch):
         with pytest.raises(ValueError, match=r"rank 1 of 4\. Unset RANK .* HPCDIST_RANKS_FROM=env"):
             call()
     assert not hpcdist.is_mpi_available()
@@ -138,10 +138,10 @@ def test_a_choice_that_cannot_be_kept(variables, text):
 def test_mpi_needs_its_launcher(variables, size, works, environ):
     environ(variables)
     if works:
-        decision.check_mpi(decision.launched(), size)
+        decision.check_mpi(decision.find_launch(), size)
     else:
         with pytest.raises(hpcdist.DistBackendError, match="Start them with mpirun or srun"):
-            decision.check_mpi(decision.launched(), size)
+            decision.check_mpi(decision.find_launch(), size)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from hpcdist.watch import channel as module
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoints
 from hpcdist.watch.liveness import Liveness
-from hpcdist.watch.question import FAN, expanded, merged
+from hpcdist.watch.question import FAN, expand, merge
 from hpcdist.watch.report import LINES, Collective, Report, compose, judge_of
 
 LATENCY = 50e-6  # seconds that a datagram takes
@@ -152,7 +152,7 @@ class Job:
         self.network = Network()
         made = {"socket": lambda *_: Socket(self.network), "create_server": lambda *_, **__: Socket(self.network)}
         monkeypatch.setattr(module, "socket", SimpleNamespace(**{**vars(socket), **made}))
-        monkeypatch.setattr(module, "readable", self.network.readable)
+        monkeypatch.setattr(module, "wait_readable", self.network.readable)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.network.now))
         self.dead_node, self.slow_node = size // NODE - 1, size // NODE // 2
         self.ranks = [
@@ -273,8 +273,8 @@ def test_the_table_of_all_ranks_keeps_a_few_bytes_for_each() -> None:
 def test_ranks_are_given_as_runs_and_equal_answers_once() -> None:
     ranks = [0, 1, 2, 5, 7, 8]
     assert runs_of(ranks) == [[0, 2], [5, 5], [7, 8]]
-    assert expanded(runs_of(ranks)) == ranks
+    assert expand(runs_of(ranks)) == ranks
     answers = {rank: {"at": rank % 2, "text": "x" * 30_000} for rank in ranks}
-    several = merged(answers)
+    several = merge(answers)
     assert [len(each["answers"]) for each in several] == [1, 1]  # too long for one datagram
-    assert {tuple(expanded(runs)) for each in several for _, runs in each["answers"]} == {(0, 2, 8), (1, 5, 7)}
+    assert {tuple(expand(runs)) for each in several for _, runs in each["answers"]} == {(0, 2, 8), (1, 5, 7)}

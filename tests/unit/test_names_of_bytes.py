@@ -26,7 +26,7 @@ def test_libraries_are_found_in_any_folder(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_has_come_is_found_beside_a_socket_of_any_name():
-    with socket.socket(socket.AF_UNIX) as other, arrival.announced(1, 2):
+    with socket.socket(socket.AF_UNIX) as other, arrival.announce(1, 2):
         other.bind(b"\0\xff\xfe of andr\xe9")
         assert arrival.Arrival(os.getpid(), 1, 2) in arrival.arrivals()
 

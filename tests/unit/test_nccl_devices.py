@@ -54,15 +54,15 @@ def test_more_ranks_than_gpus_is_an_error_and_not_a_remainder() -> None:
     ],
 )
 def test_without_mpi_the_launcher_says_it(monkeypatch, environ: dict[str, str], expected: int) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: (A, B, C, D))
+    monkeypatch.setattr(devices, "visible_gpus", lambda: (A, B, C, D))
     assert devices.place(*devices.views_by_launcher(environ)) == expected
 
 
 def test_without_mpi_and_without_a_launcher_a_choice_of_gpus_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr(devices, "visible", lambda: (A, B))
+    monkeypatch.setattr(devices, "visible_gpus", lambda: (A, B))
     with pytest.raises(DistBackendError, match="device_id="):
         devices.views_by_launcher({})
-    monkeypatch.setattr(devices, "visible", lambda: ("the only one",))
+    monkeypatch.setattr(devices, "visible_gpus", lambda: ("the only one",))
     assert devices.views_by_launcher({}) == ([("the only one",)], 0)
 
 

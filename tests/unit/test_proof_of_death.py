@@ -53,7 +53,7 @@ def test_only_a_process_that_was_reached_and_has_ended_is_proven_dead(process, m
         (channel.own.machine, (), port),
         ("another machine", (UNREACHABLE,), port),
         (channel.own.machine, (), refusing),
-        ("another machine", addresses.own(), refusing),  # a network that each machine has for itself
+        ("another machine", addresses.own_addresses(), refusing),  # a network that each machine has for itself
     ]
     others = [channel.own._replace(machine=where, addresses=own, stream_port=at) for where, own, at in places]
     channel.learn(range(5), [channel.own, *others])

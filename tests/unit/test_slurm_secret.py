@@ -174,16 +174,16 @@ def test_munge_hands_out_the_secret(home, monkeypatch, tmp_path_factory):
             time.sleep(0.01)
         monkeypatch.setattr(slurm_secret, "file_system", lambda folder: "ext4")
         assert slurm_secret.key_of(HOSTS) is None
-        sealed = slurm_secret.sealed("77.0.0", 5, b"secret")
-        assert slurm_secret.unsealed("77.0.0", sealed) == (5, b"secret")
-        assert slurm_secret.unsealed("78.0.0", sealed) is None
-        assert slurm_secret.unsealed("77.0.0", "MUNGE:nothing:") is None
+        sealed = slurm_secret.seal("77.0.0", 5, b"secret")
+        assert slurm_secret.unseal("77.0.0", sealed) == (5, b"secret")
+        assert slurm_secret.unseal("78.0.0", sealed) is None
+        assert slurm_secret.unseal("77.0.0", "MUNGE:nothing:") is None
         of_another = subprocess.run(
             ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", shutil.which("munge", path="/usr/bin"),
              f"--socket={socket}", "--string=[\"77.0.0\", 5, \"00\"]"], capture_output=True, text=True, timeout=20,
         )  # fmt: skip
         assert of_another.returncode == 0, of_another.stderr
-        assert slurm_secret.unsealed("77.0.0", of_another.stdout.strip()) is None
+        assert slurm_secret.unseal("77.0.0", of_another.stdout.strip()) is None
         ports = [free_port()]
         first = rendezvous.by_munge(0, "127.0.0.1", ports, "77.0.0", LIMIT)
         second = rendezvous.by_munge(1, "127.0.0.1", ports, "77.0.0", LIMIT)

@@ -6,7 +6,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.beyond.timeline import Share, Timeline
-from hpcdist.core.printing import sized
+from hpcdist.core.printing import format_size
 from hpcdist.watch.timing import COLLECTIVE, MESSAGE, TimedCall
 
 MS = 1_000_000
@@ -122,7 +122,7 @@ def test_the_table_has_a_line_for_each_row_and_rank():
 
 
 def test_sizes_have_units():
-    assert [sized(each) for each in (0, 1023, 1536, 5 << 20, 64 << 20, 3 << 40, 1 << 55)] == [
+    assert [format_size(each) for each in (0, 1023, 1536, 5 << 20, 64 << 20, 3 << 40, 1 << 55)] == [
         "0 B", "1023 B", "1.5 KiB", "5 MiB", "64 MiB", "3 TiB", "32768 TiB",
     ]  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_the_time_in_which_the_process_stood_still_does_not_count(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watchdog._debug_socket = SimpleNamespace(sockets=[])  # type: ignore[assignment]
-    monkeypatch.setattr(module, "readable", lambda sources, seconds: time.sleep(1.2) or [])
+    monkeypatch.setattr(module, "wait_readable", lambda sources, seconds: time.sleep(1.2) or [])
     before = watchdog.clock()
     watchdog._take_in(0.0)
     assert watchdog.clock() - before < 0.5

@@ -24,7 +24,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
     store, rank, size, timeout = bootstrap.store, bootstrap.rank, bootstrap.size, bootstrap.timeout
     if store is None:
         raise ValueError("backend 'gloo' needs a store or an init_method to find the other ranks")
-    address = None if os.environ.get(addresses.CHOICE) else addresses.among(store, size)
+    address = None if os.environ.get(addresses.CHOICE) else addresses.address_among(store, size)
     if address is None:
         group: Any = c10d.ProcessGroupGloo(store, rank, size, timeout)
     else:

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.buffers import overlap, put
+from hpcdist.core.buffers import copy_into, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
@@ -49,7 +49,7 @@ class LoopbackBackend(Backend):
         elif send is not recv and overlap(send, recv):
             send = send.clone()
         if send is not recv:
-            put(send.view(recv.shape), recv)
+            copy_into(send.view(recv.shape), recv)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Send to oneself; the message is copied."""

@@ -22,12 +22,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from hpcdist.core import hooks, reduction
 from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend, Bootstrap
-from hpcdist.core.buffers import as_bytes, overlap, put
+from hpcdist.core.buffers import as_bytes, copy_into, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape, scaled
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape, scale
 from hpcdist.core.work import DoneWork, Unfinished, Work
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
@@ -151,7 +151,7 @@ class C10dBackend(Backend):
         recv = call.recv
         if call.row is ALL_REDUCE and recv.is_contiguous() and self._is_native(recv.dtype, call.op):
             if recv is not call.send:
-                put(call.send, recv)
+                copy_into(call.send, recv)
             self._all_reduce_native(as_bytes(recv).view(recv.dtype), call.op)  # a copy takes half as long as gloo
             return
         values = self._all_reduced(call.send.reshape(-1), call.op)
@@ -161,7 +161,7 @@ class C10dBackend(Backend):
             shares = call.counts[0] if call.counts else [recv.numel()] * self.size
             start = sum(shares[: self.rank])
             values = values[start : start + recv.numel()]
-        put(values.view(recv.shape), recv)
+        copy_into(values.view(recv.shape), recv)
 
     def _all_reduced(self, send: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the reduced values, in new memory."""
@@ -199,7 +199,7 @@ class C10dBackend(Backend):
             send = send.clone()
         sent = as_bytes(send) if send is not None else None
         received = as_bytes(recv) if recv is not None else None
-        shares = counts and scaled(counts, itemsize)
+        shares = counts and scale(counts, itemsize)
         MOVES[row](self, sent, received, root, shares)
 
     # -- point to point ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, add_hint
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
@@ -51,7 +51,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
     if made is None or not GPUS.is_available():
         lacks = "this process sees no GPU" if made is not None else "it is built without"
         raise DistBackendError(
-            explained(
+            add_hint(
                 f"backend 'torch' takes the library for GPUs of this torch ({torch.__version__}): {lacks}",
                 "no-torch-gpu",
             )
@@ -98,7 +98,7 @@ class TorchBackend(C10dBackend, Faults):
             carrier = bootstrap.peer
             if carrier is None:
                 carrier = owned = registry.connect("mpi", bootstrap)
-            bootstrap = bootstrap._replace(store=rendezvous.served(carrier, bootstrap.timeout))
+            bootstrap = bootstrap._replace(store=rendezvous.serve_store(carrier, bootstrap.timeout))
         choose_device(bootstrap.comm)
         backend = cls(bootstrap._replace(store=PrefixStore("torch", bootstrap.store)))  # type: ignore[arg-type]
         backend._owned_peer = owned

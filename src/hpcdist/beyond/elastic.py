@@ -30,7 +30,7 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
@@ -343,7 +343,7 @@ class ElasticJob:
         self._present = decision.present
         if decision.lost:
             self._changed.append(time.monotonic())
-            LOG.info("lost %s; %d ranks go on", listed(decision.lost), self.size)
+            LOG.info("lost %s; %d ranks go on", format_ranks(decision.lost), self.size)
         return decision.ends
 
     def _form(self, own: Backend) -> None:

@@ -33,7 +33,7 @@ from hpcdist.core.buffers import (
 )
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import begin, between, checked, dense
+from hpcdist.core.point_to_point import begin, between, check_message, check_one_dense
 from hpcdist.core.work import AllWork, Work
 
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper end
@@ -44,7 +44,7 @@ ARRAYS_KEPT = 2
 contiguous_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def copying(target: Tensor, source: Tensor) -> Step:
+def make_copy(target: Tensor, source: Tensor) -> Step:
     """Return a function that copies a tensor to another of its shape and dtype: NumPy takes a third of torch's time."""
     if target.is_cpu and not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()):
         with suppress(TypeError):  # a dtype that NumPy lacks
@@ -52,7 +52,7 @@ def copying(target: Tensor, source: Tensor) -> Step:
     return partial(target.copy_, source)
 
 
-def adding(target: Tensor, source: Tensor) -> Step:
+def make_add(target: Tensor, source: Tensor) -> Step:
     """Return a function that adds a tensor to another one."""
     return partial(target.add_, source)
 
@@ -96,7 +96,7 @@ def messages(pg: Group, given: Any, name: str, writable: bool = False) -> tuple[
         if tensor.__class__ is np.ndarray:
             tensor = on_memory(tensor)
         if not (is_plain(tensor) and tensor.is_cpu):
-            tensor, are_plain = checked(pg, tensor, f"{name}[{rank}]", writable, writable), False
+            tensor, are_plain = check_message(pg, tensor, f"{name}[{rank}]", writable, writable), False
         elif tensor.data_ptr() < LOWEST_PLACE:
             check_memory(tensor)
         found.append((tensor, peer))
@@ -208,7 +208,7 @@ class HaloExchange:
             ValueError: fewer dimensions than the mesh, or fewer cells than a neighbour needs.
             RuntimeError: a neighbour's size differs; on at least one of the two.
         """
-        whole = dense(as_tensor(tensor, "tensor", writable=True, is_viewed=True))
+        whole = check_one_dense(as_tensor(tensor, "tensor", writable=True, is_viewed=True))
         seen = whole.data_ptr(), whole.shape, whole.stride(), whole.dtype, whole.is_conj(), whole.is_neg()
         if (steps := self._known.get(seen)) is None:
             self._check(whole, 3)
@@ -238,7 +238,7 @@ class HaloExchange:
         Raises:
             TypeError, ValueError, RuntimeError: as for a call of this object.
         """
-        given = dense(as_tensor(tensor, "tensor"))
+        given = check_one_dense(as_tensor(tensor, "tensor"))
         self._check(given, 1)
         if isinstance(tensor, np.ndarray):
             return self._padded(given).numpy()
@@ -293,13 +293,13 @@ class HaloExchange:
         """Return the gradient of the cells, with that of the ghost cells which are their copies added."""
         whole = gradient.clone(memory_format=torch.contiguous_format)
         for dim, low, first, last, high in reversed(self._ends(whole)):
-            self._swap(dim, (low, high), (first, last), adding)()
+            self._swap(dim, (low, high), (first, last), make_add)()
         return self._inner(whole)
 
     def _filling(self, whole: Tensor) -> list[Step]:
         """Return a function that copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
         ends = self._ends(whole)
-        return [self._swap(dim, (first, last), (low, high), copying) for dim, low, first, last, high in ends]
+        return [self._swap(dim, (first, last), (low, high), make_copy) for dim, low, first, last, high in ends]
 
     def _ends(self, whole: Tensor) -> list[Ends]:
         """Return the dimensions in which this rank has neighbours, and the layers of cells that they exchange."""
@@ -319,7 +319,7 @@ class HaloExchange:
             return one_after_another([write(targets[1], given[0]), write(targets[0], given[1])])
         # if both neighbours are one rank, its first message, its lower end, belongs to the upper end here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
-        buffer_for = contiguous_like if write is adding else for_writing  # the target itself, if possible
+        buffer_for = contiguous_like if write is make_add else for_writing  # the target itself, if possible
         received = [(buffer_for(target), peer, target) for peer, target in ends]
         sent = [
             (for_writing(layer), peer, layer)
@@ -329,7 +329,7 @@ class HaloExchange:
         sends, recvs = ([(buffer, peer) for buffer, peer, _ in ends] for ends in (sent, received))
         are_plain = all(buffer.__class__ in PLAIN_TYPES and buffer.is_cpu for buffer, _ in (*sends, *recvs))
         exchange = between(self._group, sends, recvs, are_plain)
-        first = [copying(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
+        first = [make_copy(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
         last = [write(target, buffer) for buffer, _, target in received if buffer is not target]
         return one_after_another([*first, exchange, *last]) if first or last else exchange
 

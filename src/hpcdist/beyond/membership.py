@@ -9,7 +9,7 @@ from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 
 
 class Status(IntEnum):
@@ -86,9 +86,12 @@ def decide(reports: list[Report], members: list[int], min_size: int, most: int, 
         elif farthest is None or farthest.step < 0:
             reason = f"all {len(members)} ranks of the job have died, and its state with them"
         elif len(chosen) < min_size:
-            reason = f"{listed(lost)} of {len(members)} died and {len(chosen)} are left, fewer than min_size={min_size}"
+            left = f"{len(chosen)} are left, fewer than min_size={min_size}"
+            reason = f"{format_ranks(lost)} of {len(members)} died and {left}"
         elif lost and max(report.recent for report in reports) >= most:
-            reason = f"{listed(lost)} died after {most} other changes within an hour (max_changes_per_hour={most})"
+            reason = (
+                f"{format_ranks(lost)} died after {most} other changes within an hour (max_changes_per_hour={most})"
+            )
         elif Status.LEFT in statuses:
             reason = "a rank has left the loop over the steps and others have not; use stop() on all ranks to end it"
         elif not lost and Status.FAILED in statuses and not statuses & {Status.AGAIN, Status.BEGINS}:

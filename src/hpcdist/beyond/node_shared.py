@@ -97,11 +97,11 @@ def request(shape: Any, dtype: Any) -> Request:
     sizes = tuple(as_int(each, "`shape`") for each in (shape if isinstance(shape, Iterable) else [shape]))
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` is {sizes}; expected no negative size")
-    if (there := memory_file.free()) is None:
+    if (there := memory_file.free_bytes()) is None:
         raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
-    mine = Request((environment.node_key(), memory_file.device()), sizes, dtype)
+    mine = Request((environment.node_key(), memory_file.device_id()), sizes, dtype)
     if 0 < there < mine.nbytes:
-        raise DistBackendError(memory_file.too_little(os.uname().nodename, there, mine.nbytes))
+        raise DistBackendError(memory_file.no_room(os.uname().nodename, there, mine.nbytes))
     return mine
 
 
@@ -138,7 +138,7 @@ def share(backend: Backend, asked: Request, first: int, fill: Any) -> torch.Tens
             try:
                 memory_file.reserve(descriptor, asked.nbytes)
             except OSError as error:
-                text = memory_file.too_little(os.uname().nodename, memory_file.free(), asked.nbytes)
+                text = memory_file.no_room(os.uname().nodename, memory_file.free_bytes(), asked.nbytes)
                 raise DistBackendError(f"{text} ({error})") from error
             fill_copy(fill, tensor)
 

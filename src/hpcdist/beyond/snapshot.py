@@ -68,7 +68,7 @@ class Snapshot:
         rest = mapped({name: each.state_dict() for name, each in self._state.items()}, leave_out)
         kept = self._tensors
         for index, tensor in enumerate(tensors):
-            if index < len(kept) and alike(kept[index], tensor):
+            if index < len(kept) and are_alike(kept[index], tensor):
                 kept[index].copy_(tensor)
             else:
                 kept[index : index + 1] = [tensor.clone(memory_format=torch.contiguous_format)]
@@ -98,6 +98,6 @@ class Snapshot:
             each.load_state_dict(found[name])
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors have the same shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

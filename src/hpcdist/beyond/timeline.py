@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hpcdist.core.journal import MESSAGES
-from hpcdist.core.printing import aligned_text, sized
+from hpcdist.core.printing import aligned_text, format_size
 from hpcdist.watch.timing import COLLECTIVE, TimedCall
 
 COLUMNS = ("call", "calls", "bytes", "time s", "share", "median µs", "waiting s", "where")
@@ -63,7 +63,7 @@ class Timeline:
 
     def __init__(self, shares: Sequence[Share], offsets: Sequence[tuple[int, int]]) -> None:
         self.shares = shares
-        moved = [aligned(share, *offset) for share, offset in zip(shares, offsets, strict=True)]
+        moved = [align(share, *offset) for share, offset in zip(shares, offsets, strict=True)]
         zero = min(begin for begin, _, _ in moved)
         self.seconds = (max(end for _, end, _ in moved) - zero) / 1e9
         self.calls = [
@@ -136,7 +136,7 @@ class Timeline:
         for row in rows:
             name, wait = f"{row.call}{' async' * row.is_async}", "-" if row.is_async else f"{row.waiting:.4f}"
             times = f"{row.seconds:.4f}", f"{row.share:.1%}", f"{row.median * 1e6:.1f}", wait
-            calls.append((name[:NAME_LENGTH], f"{row.calls}", sized(row.nbytes), *times, row.where))
+            calls.append((name[:NAME_LENGTH], f"{row.calls}", format_size(row.nbytes), *times, row.where))
         by_rank = []
         for each in ranks:
             times = f"{each.seconds:.4f}", f"{each.share:.1%}", f"{each.waiting:.4f}", f"{each.last}"
@@ -179,7 +179,7 @@ class Timeline:
         return call.peer if ranks is None or call.peer is None else ranks[call.peer]
 
 
-def aligned(share: Share, first: int, last: int) -> tuple[int, int, list[TimedCall]]:
+def align(share: Share, first: int, last: int) -> tuple[int, int, list[TimedCall]]:
     """Return begin, end and calls of a share on rank 0's clock."""
     slope = (last - first) / max(1, share.end - share.begin)
 

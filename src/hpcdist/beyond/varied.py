@@ -32,8 +32,8 @@ from hpcdist.core.buffers import as_tensor, as_tensors, cat, for_reading, is_pla
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.issue import compare, issue
-from hpcdist.core.point_to_point import dense
-from hpcdist.core.ranks import as_int, by_value, listed
+from hpcdist.core.point_to_point import check_one_dense
+from hpcdist.core.ranks import as_int, format_ranks, ranks_by_value
 from hpcdist.core.reduction import AVG, SUM, canonical, name_of
 
 FORMS_KEPT = 256
@@ -70,7 +70,7 @@ def all_gather_varied(tensor: Any, dim: int = 0, group: Any = None) -> Any:
     sizes, is_recorded, slots = agree(
         pg, "all_gather_varied", form_of(given, dim), is_fit, dim, [rows], is_tracked(given)
     )
-    out = carried_out(
+    out = carry_out(
         rows,
         is_recorded,
         lambda rows: gather(rows, pg, sizes, slots),
@@ -115,7 +115,7 @@ def reduce_scatter_varied(tensor: Any, size: int, dim: int = 0, op: Any = Reduce
             f"reduce_scatter_varied has no gradient for {op}; expected SUM or AVG, or tensors without requires_grad"
         )
     share = 1 / pg.size() if op == AVG else 1
-    out = carried_out(
+    out = carry_out(
         given if dim == 0 else given.movedim(dim, 0),
         is_recorded,
         lambda rows: reduce_scatter(rows, pg, sizes, op),
@@ -152,7 +152,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
     parts: list[Any] = [each if dim == 0 else each.movedim(dim, 0) for each in given] if is_fit else [0] * pg.size()
     sizes = [each.size(dim) for each in given] if is_fit else []
     received, is_recorded, slots = agree(pg, "all_to_all_varied", form, is_fit, dim, parts, is_tracked(*given))
-    out = carried_out(
+    out = carry_out(
         cat(parts) if is_recorded else parts,
         is_recorded,
         lambda rows: exchange(rows, pg, sizes, received, slots),
@@ -170,7 +170,7 @@ def tensor_of(pg: Group, value: Any, name: str) -> Tensor:
     tensor = value if isinstance(value, Tensor) else as_tensor(value, name)
     if not tensor.is_cpu or pg.cpu is None:
         pg.backend(tensor.device)
-    return dense(tensor)
+    return check_one_dense(tensor)
 
 
 def has_dimension(tensor: Tensor, dim: int) -> bool:
@@ -297,7 +297,7 @@ def agree(
         if largest > most:
             most = largest
     if not is_known:
-        raise misfit(pg, call, form, dim)
+        raise misfit_error(pg, call, form, dim)
     if most > slots.nbytes or 8 * most < slots.nbytes:
         is_small = 0 < most <= max(8, SLOTS_MAX // len(sizes))
         needed = max(8, 1 << (most - 1).bit_length()) if is_small else 0
@@ -306,11 +306,11 @@ def agree(
     return sizes, is_recorded, slots if is_joined else None
 
 
-def misfit(pg: Group, call: str, form: str, dim: int) -> MismatchError:
+def misfit_error(pg: Group, call: str, form: str, dim: int) -> MismatchError:
     """Return the error of ranks whose tensors differ; every rank calls."""
     texts: list[Any] = [None] * len(pg.ranks)
     all_gather_object(texts, form, pg)
-    found = "; ".join(f"{text} of {listed(those)}" for text, those in by_value(texts).items())
+    found = "; ".join(f"{text} of {format_ranks(those)}" for text, those in ranks_by_value(texts).items())
     return MismatchError(
         f"{call}: the ranks' tensors do not fit: {found}; expected a dimension {dim}, and otherwise "
         "one dtype, device type and shape"
@@ -318,9 +318,7 @@ def misfit(pg: Group, call: str, form: str, dim: int) -> MismatchError:
     )
 
 
-def carried_out(
-    rows: Any, is_recorded: bool, call: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]
-) -> Tensor:
+def carry_out(rows: Any, is_recorded: bool, call: Callable[[Any], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """Make a call, recorded by autograd if it is on any rank: all ranks take part in its gradient."""
     if not is_recorded:
         return call(rows)
@@ -347,7 +345,7 @@ def issue_now(row: table.Row, pg: Group, send: Tensor, recv: Tensor, op: Any = N
         pg.coalescing = held
 
 
-def counted(rows: Tensor, sizes: Sequence[int]) -> list[int]:
+def count_elements(rows: Tensor, sizes: Sequence[int]) -> list[int]:
     """Return the elements of the rows of each rank."""
     width = prod(rows.shape[1:])
     return [size * width for size in sizes]
@@ -361,7 +359,7 @@ def gather(rows: Tensor, pg: Group, sizes: list[int], slots: Slots | None = None
     elif sizes.count(sizes[0]) == len(sizes):
         issue_now(table.ALL_GATHER_SINGLE, pg, rows, out)
     else:
-        issue_now(table.ALL_GATHER, pg, rows, out, counts=([rows.numel()], counted(rows, sizes)))
+        issue_now(table.ALL_GATHER, pg, rows, out, counts=([rows.numel()], count_elements(rows, sizes)))
     return out
 
 
@@ -371,7 +369,7 @@ def reduce_scatter(rows: Tensor, pg: Group, sizes: list[int], op: Any) -> Tensor
     if len(set(sizes)) == 1:
         issue_now(table.REDUCE_SCATTER_SINGLE, pg, rows, out, op)
     else:
-        issue_now(table.REDUCE_SCATTER, pg, rows, out, op, counts=(counted(rows, sizes), [out.numel()]))
+        issue_now(table.REDUCE_SCATTER, pg, rows, out, op, counts=(count_elements(rows, sizes), [out.numel()]))
     return out
 
 
@@ -383,5 +381,5 @@ def exchange(rows: Any, pg: Group, sent: list[int], received: list[int], slots: 
         slots.join(received, out)
     else:
         whole = cat(rows) if rows.__class__ is list else rows
-        issue_now(table.ALL_TO_ALL, pg, whole, out, counts=(counted(one, sent), counted(one, received)))
+        issue_now(table.ALL_TO_ALL, pg, whole, out, counts=(count_elements(one, sent), count_elements(one, received)))
     return out

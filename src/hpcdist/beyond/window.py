@@ -23,15 +23,15 @@ from hpcdist.core.buffers import (
     check_dense,
     check_dtype,
     check_memory,
+    copy_into,
     for_reading,
     for_writing,
     is_plain,
-    put,
 )
 from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.group import Group
-from hpcdist.core.printing import shown
-from hpcdist.core.ranks import as_int, as_rank, by_value
+from hpcdist.core.printing import format_value
+from hpcdist.core.ranks import as_int, as_rank, ranks_by_value
 from hpcdist.core.reduction import canonical
 from hpcdist.core.work import check_timeout
 from hpcdist.launch import environment
@@ -97,7 +97,7 @@ class Window:
         staged = for_writing(target)
         self._remote.get(staged, *self._place("get", staged, src, offset))
         if staged is not target:
-            put(staged, target)
+            copy_into(staged, target)
 
     def accumulate(self, tensor: Any, dst: int, offset: int = 0, op: Any = ReduceOp.SUM) -> None:
         """Combine a tensor with a rank's memory, atomically for each element among all ranks (MPI_Accumulate).
@@ -229,7 +229,7 @@ def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(value, dtype=dtype, device="cpu").detach().clone().reshape(1)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"value is {shown(value)} of type {type(value).__name__}; expected a number that {dtype} has"
+            f"value is {format_value(value)} of type {type(value).__name__}; expected a number that {dtype} has"
         ) from error
 
 
@@ -258,7 +258,7 @@ class Offer(NamedTuple):
 
 def offer(memory: Any, dtype: Any) -> Offer:
     """Check the arguments of one rank."""
-    place = environment.node_key(), os.uname().nodename, memory_file.free()
+    place = environment.node_key(), os.uname().nodename, memory_file.free_bytes()
     if isinstance(memory, (int, np.integer)):
         check_dtype(dtype)
         if memory < 0:
@@ -280,9 +280,9 @@ def check_offers(offers: list[Offer]) -> None:
                 f"Window: rank 0 opens {first}, rank {rank} {each}; expected all to open a number of elements, or all "
                 "a tensor, of one dtype"
             )
-    for ranks in by_value(each.node for each in offers).values():
+    for ranks in ranks_by_value(each.node for each in offers).values():
         peers = [offers[rank] for rank in ranks]
         needed = 0 if first.is_tensor else sum(each.numel for each in peers) * first.dtype.itemsize
         free = min((each.free for each in peers if each.free), default=needed)
         if free < needed:
-            raise DistBackendError(f"Window: {memory_file.too_little(peers[0].host, free, needed)}")
+            raise DistBackendError(f"Window: {memory_file.no_room(peers[0].host, free, needed)}")

@@ -46,7 +46,7 @@ def all_reduce_coalesced(
         same_dtype(*as_tensors(listed, "tensors", writable=True))  # raises, unless some are complex
     with pg.grouped():
         work = issue(ALL_REDUCE, pg, listed, listed, op, None, async_op, EACH)
-    return begun_or_ended(work, async_op)
+    return begin_or_wait(work, async_op)
 
 
 def all_gather_coalesced(
@@ -69,7 +69,7 @@ def all_gather_coalesced(
     outputs = as_tensor_lists(output_tensor_lists, "output_tensor_lists", writable=True)
     with pg.grouped():
         work = several.gather_together(pg, outputs, inputs, async_op)
-    return begun_or_ended(work, async_op)
+    return begin_or_wait(work, async_op)
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def _coalescing_manager(
         finally:
             pg.coalescing = None
         with pg.grouped():
-            works = [work for work in together(pg, held, async_ops) if work is not None]
+            works = [work for work in run_together(pg, held, async_ops) if work is not None]
     except BaseException as error:
         for _, own in held:
             if own is not None:
@@ -110,7 +110,7 @@ def _coalescing_manager(
         manager.wait()
 
 
-def together(pg: Group, held: list[tuple[Call, HeldWork | None]], async_ops: bool) -> Iterator[Work | None]:
+def run_together(pg: Group, held: list[tuple[Call, HeldWork | None]], async_ops: bool) -> Iterator[Work | None]:
     """Run or begin the calls held back; successive all_reduces with one op become one, the others go in turn."""
     for op, row in groupby(held, lambda each: common_op(each[0])):
         some = list(row)
@@ -138,7 +138,7 @@ def common_op(call: Call) -> Any:
     return op if op.__class__ is ReduceOp.RedOpType else None
 
 
-def begun_or_ended(work: Work | None, async_op: bool) -> Work | None:
+def begin_or_wait(work: Work | None, async_op: bool) -> Work | None:
     """Return the Work of an asynchronous call, or wait for it."""
     if async_op or work is None:
         return work

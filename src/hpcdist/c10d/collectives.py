@@ -129,7 +129,7 @@ def gather_single(
     Raises:
         ValueError: no ``gather_tensor`` on the destination, or wrong sizes or dtypes.
     """
-    if (target := rooted(group, "gather_single", dst, group_dst)) is None:
+    if (target := resolve_root(group, "gather_single", dst, group_dst)) is None:
         return None
     pg, root = target
     if pg.rank() != root:
@@ -269,7 +269,7 @@ def gather(
         TypeError: not a tensor, or not a list of tensors.
         ValueError: a list on another rank than the destination, none there, or a wrong one.
     """
-    if (target := rooted(group, "gather", dst, group_dst)) is None:
+    if (target := resolve_root(group, "gather", dst, group_dst)) is None:
         return None
     pg, root = target
     recv = list_of_root(gather_list, "gather_list", "destination", pg, root, writable=True)
@@ -296,7 +296,7 @@ def scatter(
         TypeError: not a tensor, or not a list of tensors.
         ValueError: a list on another rank than the source, none there, or a wrong one.
     """
-    if (target := rooted(group, "scatter", src, group_src)) is None:
+    if (target := resolve_root(group, "scatter", src, group_src)) is None:
         return None
     pg, root = target
     send = list_of_root(scatter_list, "scatter_list", "source", pg, root)
@@ -344,7 +344,7 @@ def all_to_all(
     return issue(table.ALL_TO_ALL, group, input_tensor_list, output_tensor_list, None, None, async_op)
 
 
-def rooted(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[Group, int] | None:
+def resolve_root(group: Any, call: str, rank: int | None, rank_in_group: int | None) -> tuple[Group, int] | None:
     """Return the group and its root, by default the group's view of global rank 0; None outside the group."""
     return world.route(group, call, 0 if rank is None and rank_in_group is None else rank, rank_in_group)
 

@@ -12,11 +12,11 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group, label
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.ranks import format_ranks, ranks_by_value
 from hpcdist.core.reduction import name_of
-from hpcdist.core.table import EXCHANGES, scaled
+from hpcdist.core.table import EXCHANGES, scale
 
 Fingerprint = dict[str, Any]  # the description of a rank's call, by the names that the error uses
 CALL = "Op type"
@@ -37,7 +37,7 @@ def of_call(pg: Group, call: Call | str) -> Fingerprint:
         counts = [call.send.numel() // pg.size()] * pg.size(), [call.recv.numel() // pg.size()] * pg.size()
     if tensor.is_complex() and not row.reduces:  # moved as its parts, which another rank may have given
         tensor = torch.view_as_real(tensor)
-        counts = counts and scaled(counts, 2)
+        counts = counts and scale(counts, 2)
     # only the root of a scatter sends: the other ranks receive one share of it
     elements = None if counts is not None else tensor.numel() * (1 if call.send is not None else pg.size())
     return found | {
@@ -68,7 +68,7 @@ def check(pg: Group, backend: Backend, call: Call | str) -> None:
 
 def compare(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]:
     """Return, by aspect, which ranks have which value, if they differ; only the calls' names if these differ."""
-    values = {name: by_value(str(each.get(name)) for each in prints) for name in (CALL, *COMPARED)}
+    values = {name: ranks_by_value(str(each.get(name)) for each in prints) for name in (CALL, *COMPARED)}
     found = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
     return {CALL: found[CALL]} if CALL in found else found
 
@@ -87,7 +87,7 @@ def compare_counts(prints: list[Fingerprint]) -> dict[str, dict[str, list[int]]]
                     values[text] = sorted({sender, receiver})
         return {"Counts": values} if values else {}
     side = 1 if prints[0][CALL] == "all_gather" else 0
-    listings = by_value(str(each[side]) for each in counts)
+    listings = ranks_by_value(str(each[side]) for each in counts)
     return {"Counts": listings} if len(listings) > 1 else {}
 
 
@@ -108,6 +108,6 @@ def message(pg: Group, prints: list[Fingerprint], differences: dict[str, dict[st
         f"{text_of(prints[other])}. Collectives differ in the following aspects:"
     ]
     for name, values in differences.items():
-        ways = "; ".join(f"{listed(ranks)}: {value}" for value, ranks in values.items())
+        ways = "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in values.items())
         lines.append(f"    {name}: {ways}")
-    return explained("\n".join(lines), "mismatch")
+    return add_hint("\n".join(lines), "mismatch")

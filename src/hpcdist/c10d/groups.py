@@ -21,9 +21,9 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.factory import check_ranks
 from hpcdist.core.group import Group
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.core.ranks import as_int, by_value
+from hpcdist.core.ranks import as_int, ranks_by_value
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
@@ -97,7 +97,7 @@ def new_group(
         each.options = pg_options
     backends = default.create_backends(chosen, name, limit)
     device, description = device_id or default.bound_device_id, group_desc or "undefined"
-    return logged(factory.make(chosen, backends, default.config, name, description, limit, device))
+    return log_group(factory.make(chosen, backends, default.config, name, description, limit, device))
 
 
 def new_subgroups(
@@ -124,7 +124,7 @@ def new_subgroups(
     """
     parent = world.resolve(group)
     if group_size is None:
-        return new_subgroups_by_enumeration(nodes(parent), timeout, backend, pg_options, group_desc)
+        return new_subgroups_by_enumeration(ranks_by_node(parent), timeout, backend, pg_options, group_desc)
     size, group_size = parent.size(), as_int(group_size, "group_size")
     if group_size <= 0:
         raise ValueError(f"The arg 'group_size' ({group_size}) must be positive")
@@ -136,11 +136,11 @@ def new_subgroups(
     return new_subgroups_by_enumeration(divided, timeout, backend, pg_options, group_desc)
 
 
-def nodes(parent: Group) -> list[list[int]]:
+def ranks_by_node(parent: Group) -> list[list[int]]:
     """Return the global ranks on each node of a group; every rank of it calls."""
     with parent.during("new_subgroups"):
         keys = parent.any_backend().objects.all_gather(environment.node_key(), call="new_subgroups")
-    return [[parent.ranks[rank] for rank in those] for those in by_value(keys).values()]
+    return [[parent.ranks[rank] for rank in those] for those in ranks_by_value(keys).values()]
 
 
 def new_subgroups_by_enumeration(
@@ -227,7 +227,7 @@ def check_subgroups(lists: Iterable[Any], size: int) -> list[list[int]]:
     """Return the ranks of each subgroup, sorted, checked and disjoint."""
     if not isinstance(lists, Iterable):
         raise TypeError(
-            f"subgroups are {shown(lists)} of type {type(lists).__name__}; expected a list of lists of ints"
+            f"subgroups are {format_value(lists)} of type {type(lists).__name__}; expected a list of lists of ints"
         )
     subgroups, seen = [check_ranks(ranks, True, size) for ranks in lists], dict[int, list[int]]()
     for ranks in subgroups:
@@ -302,10 +302,10 @@ def make(
     backends: dict[str, Any] = {device: made[name] for device, name in wanted.items()}
     ranks = [parent.ranks[rank] for rank in subgroups[index]]
     device = device_id or parent.bound_device_id
-    return logged(factory.make(ranks, backends, config, names[index], description or "undefined", limit, device))
+    return log_group(factory.make(ranks, backends, config, names[index], description or "undefined", limit, device))
 
 
-def logged(group: ProcessGroup) -> ProcessGroup:
+def log_group(group: ProcessGroup) -> ProcessGroup:
     """Log a new group, and return it."""
     LOG.debug("made of ranks %s, timeout %s", [*group.ranks], group.timeout, extra={"group": group.group_name})
     return group

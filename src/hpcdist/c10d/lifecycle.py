@@ -103,14 +103,14 @@ def init_process_group(
         init_method = os.environ.get(environment.INIT_METHOD) or None
     device = check_device(device_id)
     is_given = not (init_method or "env:").startswith("env:") or store is not None or comm is not None
-    launch = environment.detect() if is_given else decision.launched()
+    launch = environment.detect() if is_given else decision.find_launch()
     config = Backend(backend) if backend is not None else choose(launch, init_method, store, comm, rank, world_size)
-    device_backends = carried(config)
+    device_backends = available_backends(config)
     for name in device_backends.values():
         registry.check(name)  # before the processes look for each other
     registry.check_options(pg_options, device_backends.values())
     limit = timeout if timeout is not None else default_pg_timeout
-    with limited(device_backends, comm, limit):
+    with limit_start(device_backends, comm, limit):
         bootstrap = find_peers(device_backends, launch, init_method, store, rank, world_size, comm, limit)
         bootstrap = bootstrap._replace(device_id=device, options=pg_options)
         backends = registry.connect_all(device_backends, bootstrap)
@@ -225,7 +225,7 @@ def is_mpi(launch: environment.Launch | None) -> bool:
     return launch is not None and launch.starts_mpi
 
 
-def carried(config: str) -> dict[str, str]:
+def available_backends(config: str) -> dict[str, str]:
     """Return the backend of each device type that this machine has."""
     if config == Backend.UNDEFINED:
         raise ValueError("backend 'undefined' is c10d's placeholder; give a name, or None to let the launcher decide")
@@ -243,13 +243,13 @@ def has_device(kind: str) -> bool:
     return kind in ("cuda", "xpu") and hasattr(torch, kind) and getattr(torch, kind).is_available()
 
 
-def limited(device_backends: dict[str, str], comm: Any, limit: timedelta) -> AbstractContextManager[None]:
+def limit_start(device_backends: dict[str, str], comm: Any, limit: timedelta) -> AbstractContextManager[None]:
     """Limit the time that MPI waits for all ranks until the watchdog runs; a store has a limit of its own."""
     if comm is None and Backend.MPI not in device_backends.values():
         return nullcontext()
     from hpcdist.backends.mpi.process import runtime
 
-    return runtime.limited(limit)
+    return runtime.limit_start(limit)
 
 
 FINDING = {Backend.NCCL, Backend.XCCL, Backend.TORCH}  # alone, each finds its ranks over MPI under mpirun
@@ -276,7 +276,7 @@ def find_peers(
 
         if comm is None:
             decision.check_mpi(launch, world_size)
-        world = runtime.checked(comm) if comm is not None else runtime.world(timeout)
+        world = runtime.check_comm(comm) if comm is not None else runtime.world(timeout)
         own, size = world.Get_rank(), world.Get_size()
         if rank not in (-1, own) or world_size not in (-1, size):
             raise ValueError(

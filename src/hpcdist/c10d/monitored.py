@@ -24,7 +24,7 @@ from hpcdist.core.backend import Backend
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import FIRST_KEPT
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT, Work, check_timeout
 from hpcdist.watch import report
@@ -197,11 +197,11 @@ def whereabouts_of(pg: Group, ranks: list[int]) -> str:
     answers = liveness.channel.ask(living, "where", 0.5, group=pg.group_name)
     judge = report.judge_of(liveness, answers)
     said = [
-        f"{listed([rank])} died"
+        f"{format_ranks([rank])} died"
         if rank in dead
-        else f"{listed([rank])} is {report.place(answers[rank], pg.group_name)}"
+        else f"{format_ranks([rank])} is {report.place(answers[rank], pg.group_name)}"
         if rank in answers
-        else f"{listed([rank])}: {judge(rank)}"
+        else f"{format_ranks([rank])}: {judge(rank)}"
         for rank in asked
     ]
     return f" ({'; '.join(said)})"

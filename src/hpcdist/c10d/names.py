@@ -159,7 +159,7 @@ def is_mpi_available() -> bool:
     if find_spec("mpi4py") is None:
         return False
     try:
-        decision.check_mpi(decision.launched())
+        decision.check_mpi(decision.find_launch())
         from hpcdist.backends.mpi.process import runtime
 
         runtime.load()

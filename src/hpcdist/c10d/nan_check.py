@@ -8,7 +8,7 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group, label
 from hpcdist.core.table import ALL_REDUCE, BROADCAST
 from hpcdist.watch import calls_under_way
@@ -48,7 +48,7 @@ def refuse_nan(pg: Group, call: str, tensor: Any) -> None:
     first = found.nonzero()[0].tolist()
     shape = f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}"
     raise RuntimeError(
-        explained(
+        add_hint(
             f"NaN in what rank {pg.ranks[pg.rank()]} was about to send: {call} of "
             f"{label(pg)}, called at {calls_under_way.caller()}, has {count} NaN among the "
             f"{tensor.numel()} elements of {shape}, the first at {first}; nothing was sent",

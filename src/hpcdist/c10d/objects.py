@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hpcdist.c10d.collectives import check_root, rooted
-from hpcdist.c10d.point_to_point import itself
+from hpcdist.c10d.collectives import check_root, resolve_root
+from hpcdist.c10d.point_to_point import self_message_error
 from hpcdist.core import world
 from hpcdist.core.group import Group
 
@@ -71,7 +71,7 @@ def gather_object(
     Raises:
         ValueError: a list on another rank than the destination, none there, or one too short.
     """
-    if (target := rooted(group, "gather_object", dst, group_dst)) is None:
+    if (target := resolve_root(group, "gather_object", dst, group_dst)) is None:
         return
     pg, root = target
     if check_root(object_gather_list, "object_gather_list", "destination", pg, root):
@@ -102,7 +102,7 @@ def broadcast_object_list(
         TypeError: not a list, or an object that cannot be pickled.
         RuntimeError: lists of different lengths.
     """
-    if (target := rooted(group, "broadcast_object_list", src, group_src)) is None:
+    if (target := resolve_root(group, "broadcast_object_list", src, group_src)) is None:
         return
     pg, root = target
     check_list(object_list, "object_list", 0, "any number", is_read=pg.rank() == root)
@@ -136,7 +136,7 @@ def scatter_object_list(
     Raises:
         ValueError: an empty output list, or an input list of the wrong length.
     """
-    if (target := rooted(group, "scatter_object_list", src, group_src)) is None:
+    if (target := resolve_root(group, "scatter_object_list", src, group_src)) is None:
         return
     pg, root = target
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
@@ -175,7 +175,7 @@ def send_object_list(
         return
     pg, peer = target
     if peer == pg.rank():
-        raise itself(pg, "destination")
+        raise self_message_error(pg, "destination")
     check_list(object_list, "object_list", 0, "any number", is_read=True)
     with pg.during("send_object_list", peer):
         pg.any_backend().objects.send(object_list, peer, weights_only)
@@ -209,7 +209,7 @@ def recv_object_list(
         return -1
     pg, source = target
     if source == pg.rank():
-        raise itself(pg, "source")
+        raise self_message_error(pg, "source")
     check_list(object_list, "object_list", 0, "any number")
     with pg.during("recv_object_list", source):
         objects, sender = pg.any_backend().objects.recv(source, weights_only)

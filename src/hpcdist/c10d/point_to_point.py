@@ -16,7 +16,16 @@ from hpcdist.core import hooks, profiling, world
 from hpcdist.core.buffers import LOWEST_PLACE, as_tensor, is_plain
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.point_to_point import FIRST_KEPT, checked, checked_tag, incoming, irecv, isend, outgoing, title
+from hpcdist.core.point_to_point import (
+    FIRST_KEPT,
+    check_message,
+    check_tag,
+    event_name,
+    incoming,
+    irecv,
+    isend,
+    outgoing,
+)
 from hpcdist.core.work import Work
 
 
@@ -35,13 +44,13 @@ def send(
         ValueError: no receiver, two, one outside the group, or this rank itself, or an invalid tag.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
-        tag = checked_tag(tag)
+        tag = check_tag(tag)
     if (target := world.route(group, "send", dst, group_dst)) is None:
         return
     pg, peer = target
     backend, data = outgoing(pg, tensor)
     if peer == backend.rank:
-        raise itself(pg, "destination", "isend")
+        raise self_message_error(pg, "destination", "isend")
     if hooks.check_message is not None:
         hooks.check_message(pg, "send", peer, data)
     journal = pg.journal
@@ -70,16 +79,16 @@ def recv(
         RuntimeError: the message does not fit.
     """
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
-        tag = checked_tag(tag)
+        tag = check_tag(tag)
     if (target := world.origin(group, "recv", src, group_src)) is None:
         return -1
     pg, source = target
     backend, data, finish = incoming(pg, tensor)
     if source == backend.rank:
-        raise itself(pg, "source", "irecv")
+        raise self_message_error(pg, "source", "irecv")
     journal = pg.journal
     call = journal.message("recv", data.shape, data.dtype, source)
-    event = profiling.begin(pg, backend, title(source), [data], call) if hooks.is_profiled() else None
+    event = profiling.begin(pg, backend, event_name(source), [data], call) if hooks.is_profiled() else None
     with journal.blocking(call) if event is None else journal.profiled(call, event):
         sender = backend.recv(data, source, tag)
     if finish is not None:
@@ -87,7 +96,7 @@ def recv(
     return pg.ranks[sender]
 
 
-def itself(pg: Group, kind: str, other: str | None = None) -> ValueError:
+def self_message_error(pg: Group, kind: str, other: str | None = None) -> ValueError:
     """Return the error of a blocking call that would wait for this rank itself."""
     advice = f"; to talk to oneself use {other} or batch_isend_irecv" if other is not None else ""
     return ValueError(
@@ -130,7 +139,7 @@ class P2POp:
                 f"Invalid ``op`` {op!r}. Expected ``op`` to be of type ``torch.distributed.isend`` or "
                 "``torch.distributed.irecv`` (hpcdist.isend, hpcdist.irecv)."
             )
-        self.tag = checked_tag(tag)
+        self.tag = check_tag(tag)
         if tensor.__class__ is not torch.Tensor:
             as_tensor(tensor, "tensor")
         self.op = OPS[op]
@@ -172,7 +181,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             )
         groups.add(each.group)
         if not is_plain(each.tensor) or each.tensor.data_ptr() < LOWEST_PLACE:
-            checked(each.group, each.tensor, "tensor", each.op is irecv)
+            check_message(each.group, each.tensor, "tensor", each.op is irecv)
     if len(groups) > 1:
         raise ValueError("All ops need to use the same group.")
     group = groups.pop()

@@ -50,7 +50,7 @@ def create(options: Any, pg_options: Any) -> Group:
 def create_world(options: Any, pg_options: Any) -> Group:
     """Make the default group: over MPI if the launcher started it, else over torch's store."""
     lifecycle.prepare(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
-    launch, timeout = decision.launched(), options.timeout
+    launch, timeout = decision.find_launch(), options.timeout
     rank, size, store = options.group_rank, options.group_size, options.store
     if lifecycle.is_mpi(launch):
         rank, size, store = -1, -1, None  # MPI's numbers, which may differ from torch's
@@ -59,7 +59,7 @@ def create_world(options: Any, pg_options: Any) -> Group:
         config = Backend.LOOPBACK
     elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # the library was named explicitly
         config = f"cpu:{config.partition(',')[0].removeprefix('cpu:')},{registration.DEVICES[-1]}:{Backend.TORCH}"
-    carried = lifecycle.carried(config)
+    carried = lifecycle.available_backends(config)
     registry.check_options(pg_options, carried.values())
     stock = getattr(options, "process_group", None)  # since torch 2.14: the group that ours replaces
     device = getattr(stock, "bound_device_id", None)
@@ -86,7 +86,7 @@ def begin_beside(name: str, default: Any, store: Any, timeout: timedelta) -> Non
     """
     if WORLD.default is not None:
         return
-    launch, rank, size = decision.launched(), default.rank(), default.size()
+    launch, rank, size = decision.find_launch(), default.rank(), default.size()
     place: dict[str, Any] = {"timeout": timeout, "rank": rank, "world_size": size, "bridge": False}
     if name == Backend.MPI or (launch is not None and launch.starts_mpi):
         decision.check_mpi(launch, size)

@@ -14,7 +14,7 @@ import sys
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from hpcdist.cli.job_arguments import JobParser, is_first_rank, wrapped
+from hpcdist.cli.job_arguments import JobParser, is_first_rank, wrap
 from hpcdist.cli.submit import CHECKOUT, installed
 
 ANYTHING = "…"  # in a message of the page: a part that differs from case to case
@@ -37,8 +37,8 @@ class Entry(NamedTuple):
 
     def shown(self) -> str:
         text = LINK.sub(lambda link: f"{link[1]} ({posixpath.normpath(f'docs/reference/{link[2]}')})", self.text)
-        paragraphs = map(wrapped, TITLE.sub(r"\1:", text).split("\n\n"))
-        messages = (wrapped(f"    {each}", " " * 8) for each in self.messages)
+        paragraphs = map(wrap, TITLE.sub(r"\1:", text).split("\n\n"))
+        messages = (wrap(f"    {each}", " " * 8) for each in self.messages)
         return "\n".join([self.name, *messages, "", "\n\n".join(paragraphs)])
 
 

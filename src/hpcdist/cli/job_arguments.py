@@ -20,13 +20,13 @@ def is_first_rank() -> bool:
     return launch is None or launch.rank == 0
 
 
-def described(docstring: str | None) -> str:
+def description_of(docstring: str | None) -> str:
     """Return a command's docstring for its help: without the name and RST's marks."""
     text = re.sub(r"^(The command|Subject) ``\w+``: ", "", docstring or "").replace("``", "")
     return text[:1].upper() + text[1:]
 
 
-def wrapped(text: str, indent: str = "") -> str:
+def wrap(text: str, indent: str = "") -> str:
     """Break a paragraph into lines for the terminal, indented after the first."""
     width = shutil.get_terminal_size().columns
     return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -56,7 +56,7 @@ class JobParser(argparse.ArgumentParser):
     """Parser of a command, described by its module: prints help and errors once in a job; no abbreviated options."""
 
     def __init__(self, command: str, docstring: str | None) -> None:
-        super().__init__(prog=f"python -m hpcdist {command}", description=described(docstring), allow_abbrev=False)
+        super().__init__(prog=f"python -m hpcdist {command}", description=description_of(docstring), allow_abbrev=False)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if is_first_rank():

@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from hpcdist.cli import web_page
-from hpcdist.core.printing import aligned_text, printable, sized
-from hpcdist.core.ranks import listed, plural
+from hpcdist.core.printing import aligned_text, format_size, printable
+from hpcdist.core.ranks import format_count, format_ranks
 from hpcdist.launch import arrival
 from hpcdist.watch import debug_socket, report
 from hpcdist.watch.channel import Channel, key_of
@@ -125,11 +125,11 @@ def look(job: Job) -> Picture:
     for name, members in sorted(groups.items()):
         first = next(iter(members.values()))
         counts = (span([each[kind] for each in members.values()]) for kind in ("collectives", "messages"))
-        late_ones = listed(behind[name]) if behind[name] else ""
+        late_ones = format_ranks(behind[name]) if behind[name] else ""
         rows.append((first["label"], first["backend"], f"{first['size']}", *counts, late_ones))
     stacks = {rank: answer["inspected"]["stack"] for rank, answer in sorted(answers.items())}
-    title = f"{job.program}, {plural(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
-    return Picture(title, ranks, rows, tallied(answers), stacks, late)
+    title = f"{job.program}, {format_count(len(endpoints), 'rank')}, {time.strftime('%H:%M:%S')}"
+    return Picture(title, ranks, rows, tally(answers), stacks, late)
 
 
 def span(numbers: list[int]) -> str:
@@ -137,7 +137,7 @@ def span(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def tallied(answers: Answers) -> list[tuple[str, ...]]:
+def tally(answers: Answers) -> list[tuple[str, ...]]:
     """Return the calls of all ranks by name and line, those with the most time first."""
     sums: dict[tuple[str, str, bool], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for answer in answers.values():
@@ -147,7 +147,7 @@ def tallied(answers: Answers) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for (name, line, is_async), (calls, nbytes, total, longest) in sorted(sums.items(), key=lambda each: -each[1][2]):
         times = f"{total / 1e9 / len(answers):.3f}", f"{total / calls / 1e3:.1f}", f"{longest / 1e3:.1f}"
-        rows.append((f"{name}{' async' * is_async}", f"{calls}", sized(nbytes), *times, line))
+        rows.append((f"{name}{' async' * is_async}", f"{calls}", format_size(nbytes), *times, line))
     return rows
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpcdist.cli.job_arguments import described, wrapped
+from hpcdist.cli.job_arguments import description_of, wrap
 
 PACKAGED = Path(__file__).parent / "templates"  # in an installed wheel
 CHECKOUT = Path(__file__).parents[3] / "slurm"  # in a checkout
@@ -149,10 +149,10 @@ def usage(name: str, template: str) -> str:
     }
     return "\n".join(
         [
-            *(USAGE, "", wrapped(described(__doc__).replace("\n", " ")), "", "templates:"),
-            *(wrapped(f"  {each:<10} {text}", " " * 13) for each, text in about.items()),
+            *(USAGE, "", wrap(description_of(__doc__).replace("\n", " ")), "", "templates:"),
+            *(wrap(f"  {each:<10} {text}", " " * 13) for each, text in about.items()),
             *("", f"options beside sbatch's, with the template {name}:"),
-            *(wrapped(f"  --{each:<16} {text}", " " * 21) for each, text in own.items()),
+            *(wrap(f"  --{each:<16} {text}", " " * 21) for each, text in own.items()),
         ]
     )
 

@@ -24,10 +24,10 @@ from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import COLLECTIVES, HALF, Thresholds
 from hpcdist.cli.bench.collectives import Calls, buffers
 from hpcdist.cli.bench.report import least
-from hpcdist.cli.bench.timing import Bench, opened
+from hpcdist.cli.bench.timing import Bench, open_bench
 from hpcdist.cli.job_arguments import JobParser, count, file, positive
 from hpcdist.core.call import Call
-from hpcdist.core.printing import sized
+from hpcdist.core.printing import format_size
 from hpcdist.core.table import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ROWS
 from hpcdist.launch.topology import processor
 
@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
     path = options.output or threshold_file.users_file()
     if not path.is_absolute() and options.output is None:
         made.error(f"no folder for {path}: set HOME, or name the file: --output thresholds.json")
-    with opened(options, made, "start it by a launcher of MPI: srun python -m hpcdist tune") as bench:
+    with open_bench(options, made, "start it by a launcher of MPI: srun python -m hpcdist tune") as bench:
         nodes = bench.wire.nodes
         if bench.size == 1:
             made.error("shared memory takes two ranks or more: mpirun -n 2 python -m hpcdist tune")
@@ -107,7 +107,7 @@ def measure(bench: Bench, place: int | str) -> dict[str, int]:
     rows |= {name + HALF: (ROWS[name], torch.bfloat16) for name in COLLECTIVES if ROWS[name].reduces}
     sides = {side: MPIBackend(bench.comm.Dup(), Thresholds(text)) for side, text in ((SHARED, "1"), (MPI, "off"))}
     where = "" if is_one_node else f" on {bench.wire.nodes} nodes"
-    columns = [Column(sized(size), justify="right") for size in sizes]
+    columns = [Column(format_size(size), justify="right") for size in sizes]
     title = f"{bench.library}, {bench.size} ranks{where}: time through shared memory over that of MPI"
     table = Table("collective", *columns, "shared memory", title=title)
     times: dict[str, dict[int, dict[str, float]]] = {name: {} for name in rows}

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, MismatchError, explained
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.ranks import format_ranks, ranks_by_value
 
 T = TypeVar("T")
 CALLERS_MISTAKES: dict[str, type[Exception]] = {each.__name__: each for each in (TypeError, ValueError, MismatchError)}
@@ -33,15 +33,15 @@ def check_same(backend: Backend, settings: dict[str, str], call: str = "init_pro
     everyone = backend.objects.all_gather(settings, call=call)
     differences = []
     for name in settings:
-        ranks = by_value(found.get(name, "not known") for found in everyone)
+        ranks = ranks_by_value(found.get(name, "not known") for found in everyone)
         if len(ranks) > 1:
-            values = [f"{value[:SHOWN]!r} on {listed(those)}" for value, those in ranks.items()]
+            values = [f"{value[:SHOWN]!r} on {format_ranks(those)}" for value, those in ranks.items()]
             differences.append(f"{name} is {' and '.join(values)}")
     text = (
         f"{call}: ranks have different settings, and would make different calls. {'; '.join(differences)}. "
         "Set the same on every rank (mpirun -x NAME, srun --export=ALL)"
     )
-    raise DistBackendError(explained(text, "settings-differ"))
+    raise DistBackendError(add_hint(text, "settings-differ"))
 
 
 def check_subgroup(backend: Backend, mine: Sequence[int] | None, call: str) -> None:
@@ -70,7 +70,7 @@ def lists_differ(rank: int, mine: Sequence[int] | None, other: int, theirs: Sequ
         f"new_group: rank {rank} gave the ranks {first}, and rank {other} gave {second}; expected one list, in one "
         "order, from all ranks that it names"
     )
-    return explained(text, "subgroups-differ")
+    return add_hint(text, "subgroups-differ")
 
 
 def attempt(backend: Backend, call: str, step: Callable[[], T]) -> list[T]:

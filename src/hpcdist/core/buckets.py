@@ -10,9 +10,9 @@ from hpcdist.core import buffers, table
 from hpcdist.core.buffers import TensorList
 from hpcdist.core.call import Call
 from hpcdist.core.group import Group
-from hpcdist.core.lists import are_taken, flatten, put_back, takes_lists
+from hpcdist.core.lists import flatten, put_back, takes_lists, takes_tensors
 from hpcdist.core.reduction import PREMUL_SUM, canonical, factor_of, is_complex, is_done_by_parts
-from hpcdist.core.table import scaled
+from hpcdist.core.table import scale
 
 BUCKET_BYTES = 1 << 20  # the most that is copied into one buffer: a call costs microseconds, such a copy less
 ALONE_BYTES = 1 << 18  # a tensor of this size is reduced on its own: to copy it would cost more than a call
@@ -32,7 +32,7 @@ def buckets(pg: Group, tensors: Sequence[torch.Tensor], op: object, check: Check
     checked: set[tuple[torch.dtype, str]] = set()
     made: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        kind = (buffers.real(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
+        kind = (buffers.real_dtype(tensor.dtype) if by_parts else tensor.dtype, tensor.device.type)
         if tensor.layout is not torch.strided or kind not in checked or tensor.is_nested:
             check(pg, Call(table.ALL_REDUCE, tensor, tensor, op))
             checked.add(kind)
@@ -89,7 +89,7 @@ def in_place(call: Call, listed: TensorList, op: object) -> Call:
     width = listed.itemsize
     counts = ([size // width for size in listed.sizes],) * 2
     if listed.dtype.is_complex and is_done_by_parts(op):
-        listed.dtype, counts = listed.dtype.to_real(), scaled(counts, 2)
+        listed.dtype, counts = listed.dtype.to_real(), scale(counts, 2)
     return call._replace(send=listed, recv=listed, op=op, counts=counts)
 
 
@@ -104,7 +104,7 @@ def in_buckets(pg: Group, call: Call, tensors: list[torch.Tensor], check: Check,
         dtype = buffers.same_dtype(*some)
         if not async_op:
             pg.backend(some[0].device).settle()  # what is queued may still write what is copied here
-        if are_taken(pg, some) and not is_flattened(dtype, op):
+        if takes_tensors(pg, some) and not is_flattened(dtype, op):
             listed = TensorList(list(map(buffers.for_reading, some)), dtype)
             yield in_place(call, listed, op)._replace(finish=put_back(listed.tensors, some), result=some)
         else:

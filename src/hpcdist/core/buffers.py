@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hpcdist.core.errors import MismatchError
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
 from hpcdist.core.table import Row
 
@@ -33,7 +33,7 @@ SPECIAL_TYPES = COMPLEX_TYPES | QUANTIZED_TYPES
 
 
 class ArrayCopy(torch.Tensor):
-    """A copy of an array with negative strides; ``put`` writes to the array too.
+    """A copy of an array with negative strides; ``copy_into`` writes to the array too.
 
     Attributes:
         original: the array.
@@ -128,9 +128,9 @@ def as_list(values: Any, dtype: Any) -> TensorList | None:
 def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
     """Return a caller's tensor or array as a tensor on the same memory, outside autograd.
 
-    An array with negative strides, which torch lacks, is copied; ``put`` on the copy writes to the array too. It cannot
-    be written to by views (``is_viewed``), nor at all if it is read-only: that is a ValueError, and any other value or
-    dtype a TypeError. The name is the parameter's, for the message.
+    An array with negative strides, which torch lacks, is copied; ``copy_into`` on the copy writes to the array too. It
+    cannot be written to by views (``is_viewed``), nor at all if it is read-only: that is a ValueError, and any other
+    value or dtype a TypeError. The name is the parameter's, for the message.
     """
     if value.__class__ in PLAIN_TYPES and not value.requires_grad:
         return value
@@ -317,7 +317,7 @@ def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1:
         return dtypes.pop()
-    kinds = {real(dtype) for dtype in dtypes}
+    kinds = {real_dtype(dtype) for dtype in dtypes}
     if len(kinds) > 1:
         raise MismatchError(
             f"Invalid usage of tensors with different dtypes Found {' and '.join(sorted(map(str, dtypes)))}"
@@ -325,7 +325,7 @@ def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return kinds.pop()
 
 
-def real(dtype: torch.dtype) -> torch.dtype:
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the two parts of a complex dtype; a real dtype as it is."""
     return dtype.to_real() if dtype.is_complex else dtype
 
@@ -346,14 +346,14 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
                 "all_reduce_coalesced) takes sparse COO ones"
             )
         if tensor.dtype in QUANTIZED_TYPES:
-            raise quantized(call, tensor)
+            raise quantized_error(call, tensor)
 
 
 def nested(call: str) -> TypeError:
     return TypeError(f"{call} does not carry nested tensors, which have no shape; send the tensors of unbind() of it")
 
 
-def quantized(call: str, tensor: torch.Tensor) -> NotImplementedError:
+def quantized_error(call: str, tensor: torch.Tensor) -> NotImplementedError:
     """Return c10d's error for a quantized tensor, whose values do not follow from its memory alone."""
     return NotImplementedError(
         f"Invalid scalar type: {call} does not carry quantized tensors ({tensor.dtype}), because scale and zero point "
@@ -415,7 +415,7 @@ def as_splits(given: Any) -> list[int] | None:
     try:
         return None if given is None else [operator.index(each) for each in given]
     except TypeError:
-        raise TypeError(f"split sizes are {shown(given)}; expected a list of integers, one a rank") from None
+        raise TypeError(f"split sizes are {format_value(given)}; expected a list of integers, one a rank") from None
 
 
 def rows_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int, name: str) -> list[int]:
@@ -490,12 +490,12 @@ def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable
         for tensor, part in zip(tensors, parts, strict=True):
             # a copy, because a pair of numbers in a buffer may not be aligned as a complex number must be
             values = part if tensor.dtype is flat.dtype else torch.view_as_complex(part.clone().view(-1, 2))
-            put(values.view(tensor.shape), tensor)
+            copy_into(values.view(tensor.shape), tensor)
 
     return copy
 
 
-def put(values: torch.Tensor, target: torch.Tensor) -> None:
+def copy_into(values: torch.Tensor, target: torch.Tensor) -> None:
     """Copy values to a tensor of the same shape; elements that share memory (``expand``) are written once."""
     check_memory(target)  # its storage may have been freed since the call began
     if not target.is_contiguous():

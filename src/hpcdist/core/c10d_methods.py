@@ -26,7 +26,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.issue import begin_all, issue
 from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist.core.ranks import as_rank
 from hpcdist.core.reduction import MEMBERS, PRODUCT, SUM, canonical
 from hpcdist.core.work import AllWork, DoneWork, Work
@@ -66,7 +66,7 @@ def asks_async(call: str, opts: Any) -> bool:
         return True
     if not hasattr(opts, "asyncOp"):
         raise TypeError(
-            f"{call}: opts is {shown(opts)} of type {type(opts).__name__}; expected options of c10d's, such as "
+            f"{call}: opts is {format_value(opts)} of type {type(opts).__name__}; expected options of c10d's, such as "
             "torch.distributed.BarrierOptions()"
         )
     is_async: bool = opts.asyncOp
@@ -78,16 +78,16 @@ def is_one(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def as_listed(tensors: Any) -> list[Any]:
+def as_list(tensors: Any) -> list[Any]:
     """Return a tensor or a list of tensors as a list; TypeError for anything else."""
     if tensors.__class__ is list:
         return tensors
     return [tensors] if is_one(tensors) else as_tensors(tensors, "tensors", writable=True)
 
 
-def only(call: str, tensors: Any, what: str) -> Any:
+def only_tensor(call: str, tensors: Any, what: str) -> Any:
     """Return a tensor, given by itself or as the only one of a list."""
-    given = as_listed(tensors)
+    given = as_list(tensors)
     if len(given) != 1:
         raise MismatchError(f"{call}: requires a single-element {what}, got {len(given)}")
     return given[0]
@@ -112,7 +112,7 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        given = tensors if tensors.__class__ is list else as_listed(tensors)
+        given = tensors if tensors.__class__ is list else as_list(tensors)
         how, is_async = parse_options("allreduce", given, opts, op)
         if len(given) == 1:
             return self._begin(issue(table.ALL_REDUCE, self, given[0], given[0], how, None, is_async), given)
@@ -129,7 +129,7 @@ class C10dMethods(Group):
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Combine a tensor over all ranks on the root, in place."""
-        tensor = only("reduce", tensors, "tensor list")
+        tensor = only_tensor("reduce", tensors, "tensor list")
         target = self._root("reduce", opts, root)
         several.check_root_tensor("reduce", getattr(opts, "rootTensor", 0), 1)
         how, is_async = parse_options("reduce", [tensor], opts if hasattr(opts, "reduceOp") else None, op)
@@ -169,7 +169,7 @@ class C10dMethods(Group):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None) -> Work:
         """Write the root's tensor to every rank's; of lists, the one with index ``rootTensor`` to all tensors."""
-        given = as_listed(tensors)
+        given = as_list(tensors)
         source, is_async = self._root("broadcast", opts, root), getattr(opts, "asyncOp", True)
         chosen = several.check_root_tensor("broadcast", getattr(opts, "rootTensor", 0), len(given))
         if len(given) == 1:
@@ -189,7 +189,7 @@ class C10dMethods(Group):
             return self._begin(issue(table.ALL_GATHER, self, input_tensors[0], outputs, None, None, is_async), outputs)
         lists = as_tensor_lists(output_tensors, "output_tensors", writable=True)
         issued = several.all_gather(self, lists, as_tensors(input_tensors, "input_tensors"), is_async)
-        return self._begin(issued, several.as_shown(lists))
+        return self._begin(issued, several.as_result(lists))
 
     def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
         """Gather each tensor of a list; ``output_lists`` has a list for each rank."""
@@ -211,7 +211,7 @@ class C10dMethods(Group):
     ) -> Work:
         """Gather each rank's tensor into a list on the root."""
         target, is_async = self._root("gather", opts, root), getattr(opts, "asyncOp", True)
-        given = only("gather", input_tensors, "input tensor list")
+        given = only_tensor("gather", input_tensors, "input tensor list")
         outputs = self._only_list("gather", output_tensors, "output", target)
         recv = outputs if self.rank() == target else None
         return self._begin(issue(table.GATHER, self, given, recv, None, target, is_async), outputs)
@@ -230,14 +230,14 @@ class C10dMethods(Group):
     ) -> Work:
         """Send each rank its tensor of the root's list."""
         target, is_async = self._root("scatter", opts, root), getattr(opts, "asyncOp", True)
-        output = only("scatter", output_tensors, "output tensor list")
+        output = only_tensor("scatter", output_tensors, "output tensor list")
         inputs = self._only_list("scatter", input_tensors, "input", target)
         send = inputs if self.rank() == target else None
         return self._begin(issue(table.SCATTER, self, send, output, None, target, is_async), [output])
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """Send one tensor to every rank and receive one from each."""
-        is_async, inputs, outputs = asks_async("alltoall", opts), as_listed(input_tensors), as_listed(output_tensors)
+        is_async, inputs, outputs = asks_async("alltoall", opts), as_list(input_tensors), as_list(output_tensors)
         return self._begin(issue(table.ALL_TO_ALL, self, inputs, outputs, None, None, is_async), outputs)
 
     def all_to_all_single(
@@ -307,16 +307,16 @@ class C10dMethods(Group):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:
         """Begin to send a tensor to a rank of the group."""
-        return self._begin(isend(only("send", tensors, "tensor list"), None, self, tag, as_rank(dstRank)), [])
+        return self._begin(isend(only_tensor("send", tensors, "tensor list"), None, self, tag, as_rank(dstRank)), [])
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:
         """Begin to receive a tensor from a rank of the group."""
-        tensor = only("recv", tensors, "tensor list")
+        tensor = only_tensor("recv", tensors, "tensor list")
         return self._begin(irecv(tensor, None, self, tag, as_rank(srcRank)), [tensor])
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Begin to receive a tensor from any rank of the group."""
-        tensor = only("recv_anysource", tensors, "tensor list")
+        tensor = only_tensor("recv_anysource", tensors, "tensor list")
         return self._begin(irecv(tensor, None, self, tag), [tensor])
 
     # -- several at once -----------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def without_memory(buffer: Any) -> Any:
         return torch.empty_like(buffer, device="meta")
 
 
-def in_turn(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
+def chain(first: Callable[[], None], then: Callable[[], None] | None) -> Callable[[], None]:
     """Return a function that calls both; the second may be None."""
     if then is None:
         return first

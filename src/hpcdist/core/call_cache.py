@@ -66,7 +66,7 @@ class CachedMessage(NamedTuple):
     backend: Backend
     dtype: torch.dtype
     # returns the memory to send or receive, and a function to run at the message's end; None for the tensor itself
-    staged: Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], None] | None]] | None
+    run_on_copies: Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[], None] | None]] | None
 
 
 class CallCache(dict[Any, tuple[Any, ...]]):
@@ -120,7 +120,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         tensors = tensors_of(send, recv)
         if not all(each.__class__ in PLAIN_TYPES for each in tensors):
             return
-        sides = staging(send, recv, made)
+        sides = find_staging(send, recv, made)
         is_on_cpu = all(each.is_cpu for each in tensors)
         if sides is None or (sides and not is_on_cpu):
             return
@@ -141,7 +141,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             return
         run, start = backend.prepare(made.without_memory() if is_on_cpu else made)
         if sides:
-            run, start = staged(run, *sides, recv is send), None
+            run, start = run_on_copies(run, *sides, recv is send), None
         if start is None and not is_on_cpu:
             return  # the asynchronous call is more than ``run`` on another thread, such as a place among streams
         tensor = made.tensor
@@ -167,7 +167,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             return
         if self.is_again(what, (tensor.dim(), tensor.dtype, is_own, is_same)):
             copies = LentCopies(tensor.dtype)
-            staged = None if is_own else detached if is_same else copies.to_read if what == "isend" else copies.to_write
+            staged = None if is_own else detach if is_same else copies.to_read if what == "isend" else copies.to_write
             self.keep(what, CachedMessage(one_like(tensor), backend, tensor.dtype, staged))
 
 
@@ -229,7 +229,7 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
     if recv is None and len(tensors) == 1:
         return lambda send, recv: recv is None and check(send)
     if recv is send or not ranks:
-        return check if LIST not in (send.__class__, recv.__class__) else listed(check, send, recv)
+        return check if LIST not in (send.__class__, recv.__class__) else on_lists(check, send, recv)
     is_flat, contiguous, fits = are_flat(tensors), torch.Tensor.is_contiguous, row.fits
 
     def fit(send: Any, recv: Any) -> bool:
@@ -246,10 +246,10 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
             and (is_flat or all(map(contiguous, tensors)))
         )  # fmt: skip
 
-    return fit if LIST not in (send.__class__, recv.__class__) else listed(are_equal, send, recv)
+    return fit if LIST not in (send.__class__, recv.__class__) else on_lists(are_equal, send, recv)
 
 
-def listed(check: Likeness, send: Any, recv: Any) -> Likeness:
+def on_lists(check: Likeness, send: Any, recv: Any) -> Likeness:
     """Return a predicate on a call with lists like these: ``check`` of all of its tensors, in order."""
     is_read, is_written = send.__class__ is LIST, recv.__class__ is LIST
     length = len(send if is_read else recv)
@@ -276,7 +276,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return not (0 in tensor.stride() or tensor.requires_grad or tensor.is_inference())
 
 
-def detached(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+def detach(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
     """Return a tensor outside autograd, and nothing to run when its message has ended."""
     return tensor.detach(), None
 
@@ -286,7 +286,7 @@ def detached(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
-def staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
+def find_staging(send: Any, recv: Any, made: Call) -> tuple[Side, Side] | tuple[()] | None:
     """Return how to make a backend's buffers of a caller's tensors: () if they are these, None if that is not easy."""
     tensors, buffers = tensors_of(send, recv), tensors_of(made.send, made.recv)
     if len(tensors) != len(buffers):
@@ -326,7 +326,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     return (copies.of if is_read else copies.like), True
 
 
-def staged(run: Run, first: Side, second: Side, in_place: bool) -> Run:
+def run_on_copies(run: Run, first: Side, second: Side, in_place: bool) -> Run:
     """Return a function that runs a call on buffers that are made of its tensors."""
     (reads, _), (writes, is_copy) = first, second
 

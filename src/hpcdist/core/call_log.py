@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from hpcdist.core.errors import CallsDifferError, explained
+from hpcdist.core.errors import CallsDifferError, add_hint
 
 BLOCK = 32  # calls: half of the ring
 KEPT = 256  # blocks
@@ -40,7 +40,7 @@ class CallPosition(NamedTuple):
 
 def calls_differ(size: int, ways: list[str]) -> str:
     text = f"the ranks of a group of {size} do not make the same call. {'; '.join(ways)}"
-    return explained(text, "calls-differ")
+    return add_hint(text, "calls-differ")
 
 
 def part(words: Words) -> int:

@@ -27,7 +27,7 @@ class CallsDifferError(MismatchError, DistError):
     """Ranks of a group made different calls, or the same one with other sizes, dtypes, ops or roots."""
 
 
-def explained(text: str, name: str) -> str:
+def add_hint(text: str, name: str) -> str:
     """Return a message with the command that prints its entry on the page of errors; a test finds each entry."""
     return f"{text} [python -m hpcdist explain {name}]"
 

@@ -16,7 +16,7 @@ import torch
 from hpcdist.core import registry
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import MismatchError
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.ranks import as_rank
 from hpcdist.core.work import check_timeout
@@ -108,7 +108,7 @@ ProcessGroup.split_group = split_group
 def check_ranks(ranks: Any, is_sorted: bool, size: int) -> list[int]:
     """Return the ranks of a new group of a parent's, of so many ranks, checked."""
     if not isinstance(ranks, Iterable):
-        raise TypeError(f"ranks is {shown(ranks)} of type {type(ranks).__name__}; expected a list of ints")
+        raise TypeError(f"ranks is {format_value(ranks)} of type {type(ranks).__name__}; expected a list of ints")
     chosen = [as_rank(rank) for rank in ranks]
     if is_sorted:
         chosen.sort()

@@ -71,7 +71,7 @@ class ParentsBackend:
             f"this process was forked by rank {self.rank} of {self.size}, to which the communicators belong: "
             f"a forked child makes no calls on its parent's groups"
         )
-        return errors.DistBackendError(errors.explained(text, "forked-child"))
+        return errors.DistBackendError(errors.add_hint(text, "forked-child"))
 
     def give_up(self) -> None:
         """Let the waits for calls that the parent has under way, and their futures, raise in this process."""

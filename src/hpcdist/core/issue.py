@@ -30,16 +30,16 @@ from hpcdist.core.buffers import (
     check_dense,
     check_memory,
     check_parts,
+    copy_into,
     for_reading,
     for_writing,
     has_arrays,
     is_direct,
     make_unpack,
     on_memory,
-    put,
     same_dtype,
 )
-from hpcdist.core.call import Call, in_turn
+from hpcdist.core.call import Call, chain
 from hpcdist.core.call_cache import LOOKS, tensors_of
 from hpcdist.core.errors import DistError, MismatchError
 from hpcdist.core.group import Group
@@ -51,8 +51,8 @@ from hpcdist.core.reduction import (
     factor_of,
     is_complex,
     is_done_by_parts,
-    multiplied_by,
     name_of,
+    premul_sum,
     terms,
 )
 from hpcdist.core.reproducible import Reproducible, carrier
@@ -65,7 +65,7 @@ from hpcdist.core.table import (
     SCATTER,
     Counts,
     Row,
-    scaled,
+    scale,
 )
 from hpcdist.core.work import AllWork, DoneWork, HeldWork, Work
 from hpcdist.core.world import WORLD, member_group
@@ -144,7 +144,7 @@ def issue(
                 journal.push(record)
                 if async_op:
                     if known.start is not None:
-                        return begun(partial(known.start, send, recv), record)
+                        return begin(partial(known.start, send, recv), record)
                     queue = backend.queue if backend.queue is not None else backend.open_queue()
                     result = [] if recv is None else [recv]
                     if recv.__class__ is list:  # the caller may change it before the call is carried out
@@ -199,7 +199,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
             return all_reduce_each(pg, call, async_op)
         made = whole
     elif (send.__class__ is list or recv.__class__ is list) and row in lists.ARRANGED:
-        made = lists.arranged(pg, call, async_op)
+        made = lists.arrange(pg, call, async_op)
     if made.send.__class__ is TensorList or made.recv.__class__ is TensorList:
         backend = pg.backend("cpu")
     elif hooks.has_modes() or (
@@ -211,7 +211,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
         return all_reduce_sparse(pg, call, async_op)
     else:
-        backend, made = staged(pg, made, async_op)
+        backend, made = stage(pg, made, async_op)
     work = dispatch(pg, backend, made, async_op)
     if call.finish is None and (pg.journal.sequence % LOOKS == 0 or row.buffers == 0):
         pg.known.look(call, made, backend)
@@ -281,14 +281,14 @@ def check(pg: Group, call: Call) -> None:
     if hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper((send, recv))):
         return  # these carry out the call themselves
     if list in sides and row in lists.ARRANGED:
-        _, send, recv, *_ = call = lists.arranged(pg, call, True)
+        _, send, recv, *_ = call = lists.arrange(pg, call, True)
     if row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
         check_sparse(pg, call)
     elif row.buffers and TensorList not in (send.__class__, recv.__class__):
-        staged(pg, call, True, only_checks=True)
+        stage(pg, call, True, only_checks=True)
 
 
-def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> tuple[Backend, Call]:
+def stage(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> tuple[Backend, Call]:
     """Check a call on tensors, and return its backend and the call on contiguous memory."""
     row, send, recv, op, root, counts, then, result, _ = call
     in_place = send is recv
@@ -332,7 +332,7 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
             check_parts(row, op, given, output)
             flat = allocate_flat([output], dtype)
             result = [output] if result is None else result
-            given, output, then = as_real(given), flat, in_turn(make_unpack(flat, [output]), then)
+            given, output, then = as_real(given), flat, chain(make_unpack(flat, [output]), then)
         if not (in_place and row.is_in_place) and not is_shaped(row, pg, given, output, counts):
             raise size_error(row, pg, given, output, counts)
     if only_checks:
@@ -348,17 +348,17 @@ def staged(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> 
         if recvbuf is not output:
             assert recvbuf is not None
             result = [output] if result is None else result
-            finish = in_turn(partial(put, recvbuf, output), then)
+            finish = chain(partial(copy_into, recvbuf, output), then)
     if row.reduces and dtype.is_complex and is_done_by_parts(op):
         assert sendbuf is not None
         if result is None:
             result = [] if output is None else [output]
         recvbuf = None if recvbuf is None else torch.view_as_real(recvbuf)
         if op == PREMUL_SUM and is_complex(factor_of(op)):
-            sendbuf, op = torch.view_as_real(terms(sendbuf, op).to(dtype)), multiplied_by(1.0)
+            sendbuf, op = torch.view_as_real(terms(sendbuf, op).to(dtype)), premul_sum(1.0)
         else:
             sendbuf = recvbuf if in_place and recvbuf is not None else torch.view_as_real(sendbuf)
-        counts = counts and scaled(counts, 2)
+        counts = counts and scale(counts, 2)
     if sendbuf is send and recvbuf is recv and op is call.op and counts is call.counts:
         return backend, call
     return backend, Call(row, sendbuf, recvbuf, op, root, counts, finish, result)
@@ -385,7 +385,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
         inputs = [] if tensor is None else tensor.tensors if tensor.__class__ is TensorList else [tensor]
         event = profiling.begin(pg, backend, call.row.name, inputs, record, is_async)
     if is_async:
-        work = begun(partial(carries.start, call), record)
+        work = begin(partial(carries.start, call), record)
         if event is not None:
             work._ends(event)
         return work if async_op else None
@@ -400,7 +400,7 @@ def dispatch(pg: Group, backend: Backend, call: Call, async_op: bool) -> Work | 
     return DoneWork(call.shown()) if async_op else None
 
 
-def begun(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
+def begin(start: Callable[[], Work], record: tuple[Any, ...]) -> Work:
     """Begin a call, which may block if the library has to connect the ranks first, and return its Work."""
     with record[0].blocking(record):
         work = start()
@@ -459,8 +459,8 @@ def all_reduce_sparse(pg: Group, call: Call, async_op: bool) -> Work | None:
             + "; ".join(f"rank {rank}: {shape}, {dims} sparse" for rank, (shape, dims) in enumerate(forms))
         )
     counts: list[int] = table[:, 0].tolist()
-    all_indices = gathered(pg, indices.t().contiguous(), counts).t()
-    all_values = gathered(pg, values, counts)
+    all_indices = gather_rows(pg, indices.t().contiguous(), counts).t()
+    all_values = gather_rows(pg, values, counts)
     total = torch.sparse_coo_tensor(
         all_indices, all_values, tensor.shape, device=tensor.device, check_invariants=False
     ).coalesce()
@@ -479,7 +479,7 @@ def compare(pg: Group, backend: Backend, *call: Any) -> None:
         backend.compare(*call)
 
 
-def gathered(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def gather_rows(pg: Group, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, concatenated; rank r has ``counts[r]`` of them."""
     width = rows.shape[1:].numel()
     everything = torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)

@@ -16,11 +16,11 @@ import torch
 
 from hpcdist.core import buffers, hooks, table
 from hpcdist.core.buffers import PLAIN_TYPES, TensorList
-from hpcdist.core.call import Call, in_turn
+from hpcdist.core.call import Call, chain
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.reduction import PREMUL_SUM, canonical, factor_of, is_complex, is_done_by_parts
-from hpcdist.core.table import Counts, Row, scaled
+from hpcdist.core.table import Counts, Row, scale
 
 IS_CPU = attrgetter("is_cpu")
 
@@ -46,7 +46,7 @@ def takes_lists(pg: Group) -> bool:
     )
 
 
-def are_taken(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
+def takes_tensors(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether these tensors go to the library as a list, strided ones as copies."""
     return takes_lists(pg) and all(map(IS_CPU, tensors)) and not hooks.has_wrapper(tensors)
 
@@ -78,7 +78,7 @@ def put_back(written: list[torch.Tensor], outputs: list[torch.Tensor]) -> Callab
 
     def copy() -> None:
         for values, target in copied:
-            buffers.put(values, target)
+            buffers.copy_into(values, target)
 
     return copy if copied else None
 
@@ -119,7 +119,7 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
             if each.dtype is not one.dtype:
                 buffers.check_parts(row, op, each, one)
         buffers.check_sizes(row.name, list_name, many if row.rooted else [many[rank]], one)
-        is_taken, sizes = are_taken(pg, [one, *many]), [each.nbytes for each in many]
+        is_taken, sizes = takes_tensors(pg, [one, *many]), [each.nbytes for each in many]
         if is_written:
             listed, then = to_write(many, dtype, is_taken)
         else:
@@ -152,7 +152,7 @@ def all_to_all(pg: Group, call: Call, async_op: bool) -> Call:
         buffers.check_length("all_to_all", "output_tensor_list", outputs, len(pg.ranks))
         buffers.check_length("all_to_all", "input_tensor_list", inputs, len(pg.ranks))
         dtype = common_dtype("all_to_all", *outputs, *inputs)
-        is_taken = are_taken(pg, [*inputs, *outputs])
+        is_taken = takes_tensors(pg, [*inputs, *outputs])
         send = to_read(pg, inputs, dtype, is_taken, async_op)
         recv, then = to_write(outputs, dtype, is_taken)
         sent, received = ([each.nbytes for each in side] for side in (inputs, outputs))
@@ -220,7 +220,7 @@ ARRANGED: dict[Row, tuple[str, str]] = {
 }
 
 
-def arranged(pg: Group, call: Call, async_op: bool) -> Call:
+def arrange(pg: Group, call: Call, async_op: bool) -> Call:
     """Check a call on lists, and return it on buffers for the library: lists of memory, or one tensor of all."""
     call = (all_to_all if call.row is table.ALL_TO_ALL else with_list)(pg, call, async_op)
     row, send, recv, op, root, counts, then, result, _ = call
@@ -237,7 +237,7 @@ def arranged(pg: Group, call: Call, async_op: bool) -> Call:
             if op == PREMUL_SUM and is_complex(factor_of(op)):
                 return call._replace(send=buffers.concatenate(send.tensors, dtype))
             send = TensorList(send.tensors, dtype.to_real())
-            counts = counts and scaled(counts, 2)
+            counts = counts and scale(counts, 2)
     buffers.check_memory(*(each for each in (send, recv) if each.__class__ is not TensorList))
     if send.__class__ is not TensorList and not buffers.is_direct(send):
         if not async_op:
@@ -246,7 +246,7 @@ def arranged(pg: Group, call: Call, async_op: bool) -> Call:
     if recv.__class__ is not TensorList:
         target = buffers.for_writing(recv)
         if target is not recv:
-            then = in_turn(partial(buffers.put, target, recv), then)
+            then = chain(partial(buffers.copy_into, target, recv), then)
         recv = target
     if send.dtype is not recv.dtype:  # one is complex, the list holds real and imaginary parts
         send, recv = (

@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 
 
-def free() -> int | None:
+def free_bytes() -> int | None:
     """Return how many bytes are free in /dev/shm, None if there is none; 0 may also mean that it has no limit."""
     try:
         state = os.statvfs(FOLDER)
@@ -22,7 +22,7 @@ def free() -> int | None:
     return state.f_bavail * state.f_frsize
 
 
-def device() -> int:
+def device_id() -> int:
     """Return an identifier of /dev/shm, the same for all processes that see the same one."""
     return FOLDER.stat().st_dev
 
@@ -50,7 +50,7 @@ def reserve(descriptor: int, nbytes: int) -> None:
     os.posix_fallocate(descriptor, 0, nbytes)
 
 
-def too_little(host: str, there: int | None, needed: int) -> str:
+def no_room(host: str, there: int | None, needed: int) -> str:
     """Return the message for a host whose /dev/shm has no room."""
     return (
         f"{FOLDER} of host {host} has {there} bytes free, and {needed} are needed: mount -o remount,size=90% /dev/shm, "

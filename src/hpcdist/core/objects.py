@@ -73,7 +73,7 @@ class ObjectPickler(pickle.Pickler):
         if shared is None:
             shared = self._storages[place] = SharedStorage(storage)
         layout = value.storage_offset(), tuple(value.shape), value.stride()
-        return tensor, (shared, value.dtype, layout, value.requires_grad, kind is torch.nn.Parameter)
+        return rebuild_tensor, (shared, value.dtype, layout, value.requires_grad, kind is torch.nn.Parameter)
 
 
 class WeightsPickler(pickle.Pickler):
@@ -104,7 +104,7 @@ class WeightsPickler(pickle.Pickler):
         return rebuild, (stand, *layout)
 
 
-def saved(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
+def save(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
     """Return an object as ``torch.save`` writes it, and the memory of its large tensors apart, unless ``is_whole``."""
     file, apart = io.BytesIO(), list[memoryview]()
     pickler = pickle.Pickler if is_whole else type("Pickler", (WeightsPickler,), {"apart": apart})
@@ -112,8 +112,8 @@ def saved(value: Any, is_whole: bool) -> tuple[bytes, list[memoryview]]:
     return file.getvalue(), apart
 
 
-def loaded(data: Any, apart: Sequence[Any], weights_only: bool) -> Any:
-    """Return the object from the results of ``saved``."""
+def load(data: Any, apart: Sequence[Any], weights_only: bool) -> Any:
+    """Return the object from the results of ``save``."""
 
     def locate(storage: Any, _: str) -> Any:
         if storage.nbytes() != STAND.size:
@@ -141,7 +141,9 @@ def torch_storage(memory: Any) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def tensor(storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+def rebuild_tensor(
+    storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, is_parameter: bool
+) -> torch.Tensor:
     """Return a tensor or a parameter on received memory; its layout is offset, shape and strides."""
     made = torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
     if is_parameter:
@@ -149,7 +151,7 @@ def tensor(storage: Any, dtype: torch.dtype, layout: Any, requires_grad: bool, i
     return made.requires_grad_() if requires_grad else made
 
 
-def packed(
+def pack(
     value: Any, rank: int, *, is_whole: bool = False, weights_only: bool = False
 ) -> tuple[bytes, list[memoryview], BaseException | None]:
     """Pickle an object of this rank for which other ranks wait; with ``is_whole`` no buffer is apart.
@@ -160,7 +162,7 @@ def packed(
     apart: list[pickle.PickleBuffer] = []
     try:
         if weights_only:
-            return *saved(value, is_whole), None
+            return *save(value, is_whole), None
 
         def keep(buffer: pickle.PickleBuffer) -> bool:
             is_small = buffer.raw().nbytes < APART_BYTES
@@ -176,8 +178,8 @@ def packed(
         return UNPICKLABLE + json.dumps([rank, reason]).encode(), [], error
 
 
-def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
-    """Return the object from the bytes and the buffers that ``packed`` returned.
+def unpack(data: Any, *apart: Any, weights_only: bool = False) -> Any:
+    """Return the object from the bytes and the buffers that ``pack`` returned.
 
     Ranks of one call may differ in ``weights_only``: the bytes show how they were written, and the receiver decides
     what it reads. An object that could run code is then an UnpicklingError; one that its rank could not pickle is
@@ -189,7 +191,7 @@ def unpacked(data: Any, *apart: Any, weights_only: bool = False) -> Any:
         raise RuntimeError(f"rank {rank} of the group could not pickle its object: {reason}")
     if begins == SAVED:
         try:
-            return loaded(data, apart, weights_only)
+            return load(data, apart, weights_only)
         except pickle.UnpicklingError as error:
             raise pickle.UnpicklingError(f"{REFUSAL}: {error}") from error
     if weights_only:
@@ -201,13 +203,13 @@ def as_bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def unpickled(data: torch.Tensor, weights_only: bool) -> Any:
-    return unpacked(data.cpu().numpy().data, weights_only=weights_only)
+def unpickle(data: torch.Tensor, weights_only: bool) -> Any:
+    return unpack(data.cpu().numpy().data, weights_only=weights_only)
 
 
-def packed_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], BaseException | None]:
-    """Pickle the objects of a scatter as ``packed`` does; if one fails, no rank gets an object."""
-    made = [packed(value, rank, **how) for value in values]
+def pack_list(values: list[Any], rank: int, **how: bool) -> tuple[list[Packed], BaseException | None]:
+    """Pickle the objects of a scatter as ``pack`` does; if one fails, no rank gets an object."""
+    made = [pack(value, rank, **how) for value in values]
     bad = next((each for each in made if each[2] is not None), None)
     return [(bad or each)[:2] for each in made], None if bad is None else bad[2]
 
@@ -252,7 +254,7 @@ class TensorObjects(Objects):
         self.rank, self.size = backend.rank, backend.size
 
     def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, BaseException | None]:
-        data, _, failure = packed(value, self.rank, is_whole=True, weights_only=weights_only)
+        data, _, failure = pack(value, self.rank, is_whole=True, weights_only=weights_only)
         return as_bytes(data).to(self._backend.device), failure
 
     def _memory(self, nbytes: int) -> torch.Tensor:
@@ -272,7 +274,7 @@ class TensorObjects(Objects):
         self._backend.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
         if failure is not None:
             raise failure
-        return [unpickled(part, weights_only) for part in everything.split(lengths)]
+        return [unpickle(part, weights_only) for part in everything.split(lengths)]
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
         data, failure = self._packed(value, weights_only)
@@ -288,7 +290,7 @@ class TensorObjects(Objects):
         if everything is None:
             return None
         parts = everything.split(longest)
-        return [unpickled(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
+        return [unpickle(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
         is_root = self.rank == root
@@ -300,12 +302,12 @@ class TensorObjects(Objects):
         self._backend.run(Call(BROADCAST, data, data, root=root))
         if failure is not None:
             raise failure
-        return value if is_root else unpickled(data, weights_only)
+        return value if is_root else unpickle(data, weights_only)
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
         parts, failure = None, None
         if values is not None and self.rank == root:
-            made, failure = packed_list(values, root, is_whole=True, weights_only=weights_only)
+            made, failure = pack_list(values, root, is_whole=True, weights_only=weights_only)
             parts = [as_bytes(data).to(self._backend.device) for data, _ in made]
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self._backend.device)
         if parts is not None:
@@ -321,7 +323,7 @@ class TensorObjects(Objects):
         self._backend.run(Call(SCATTER, everything, mine, root=root))
         if failure is not None:
             raise failure
-        return unpickled(mine[: int(lengths[self.rank])], weights_only)
+        return unpickle(mine[: int(lengths[self.rank])], weights_only)
 
     def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
         data, failure = self._packed(value, weights_only)
@@ -335,4 +337,4 @@ class TensorObjects(Objects):
         sender = self._backend.recv(length, src, TAG)
         data = self._memory(int(length))
         self._backend.recv(data, sender, TAG)
-        return unpickled(data, weights_only), sender
+        return unpickle(data, weights_only), sender

@@ -16,13 +16,13 @@ from hpcdist.core.buffers import (
     QUANTIZED_TYPES,
     as_tensor,
     check_memory,
+    copy_into,
     for_reading,
     is_direct,
     is_plain,
     nested,
     on_memory,
-    put,
-    quantized,
+    quantized_error,
 )
 from hpcdist.core.call_cache import LOOKS
 from hpcdist.core.errors import MismatchError
@@ -52,7 +52,7 @@ def outgoing(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor]:
         tensor = on_memory(tensor)
     if is_plain(tensor) and cpu is not None and tensor.is_cpu and tensor.data_ptr() >= LOWEST_PLACE:
         return cpu, tensor
-    data = for_reading(dense(as_tensor(tensor, "tensor")))
+    data = for_reading(check_one_dense(as_tensor(tensor, "tensor")))
     return pg.backend(data.device), data
 
 
@@ -63,15 +63,15 @@ def incoming(pg: Group, tensor: Any) -> tuple[Backend, torch.Tensor, Callable[[]
         tensor = on_memory(tensor)
     if is_plain(tensor) and cpu is not None and tensor.is_cpu and tensor.data_ptr() >= LOWEST_PLACE:
         return cpu, tensor, None
-    target = dense(as_tensor(tensor, "tensor", writable=True))
+    target = check_one_dense(as_tensor(tensor, "tensor", writable=True))
     backend = pg.backend(target.device)
     if is_direct(target):
         return backend, target, None
     staged = for_reading(target)  # a shorter message leaves the rest as it was
-    return backend, staged, in_modes_of_caller(partial(put, staged, target))
+    return backend, staged, in_modes_of_caller(partial(copy_into, staged, target))
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def check_one_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor; raise if it is sparse or quantized."""
     if hooks.has_wrapper((tensor,)):
         raise TypeError(
@@ -83,17 +83,17 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_nested:
         raise nested("a message")
     if tensor.dtype in QUANTIZED_TYPES:
-        raise quantized("a message", tensor)
+        raise quantized_error("a message", tensor)
     if not tensor.is_meta:  # which no group carries
         check_memory(tensor)
     return tensor
 
 
-def checked(pg: Group, value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
+def check_message(pg: Group, value: Any, name: str, writable: bool = False, is_viewed: bool = False) -> torch.Tensor:
     """Return a message's buffer as a tensor (``as_tensor``); raise what its ``isend`` or ``irecv`` would."""
     tensor = as_tensor(value, name, writable, is_viewed)
     pg.backend(tensor.device)
-    return dense(tensor)
+    return check_one_dense(tensor)
 
 
 def isend(
@@ -121,7 +121,7 @@ def irecv(
 def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group_peer: Any) -> Work | None:
     """Begin an ``isend`` or ``irecv``; a call like an earlier one skips the checks."""
     if tag.__class__ is not int or not 0 <= tag < FIRST_KEPT:
-        tag = checked_tag(tag)
+        tag = check_tag(tag)
     if tensor.__class__ is ARRAY:
         tensor = on_memory(tensor)
     is_send = what == "isend"
@@ -168,7 +168,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     journal.push(call)
     event = None
     if hooks.is_profiled():
-        event = profiling.begin(pg, backend, "send" if is_send else title(rank), [data], call, True)
+        event = profiling.begin(pg, backend, "send" if is_send else event_name(rank), [data], call, True)
     begin = backend.isend if is_send else backend.irecv
     if backend.begins_at_once:  # for latency
         work = begin(data, rank, tag, finish)
@@ -185,7 +185,7 @@ def begin_message(what: str, tensor: Any, peer: Any, group: Any, tag: int, group
     return work
 
 
-def checked_tag(tag: Any) -> int:
+def check_tag(tag: Any) -> int:
     """Return the tag of a message as an int, or raise; callers test the usual tags themselves.
 
     Negative tags have meanings in MPI: -1 is MPI_ANY_TAG in Open MPI and MPICH. mpi4py takes 1.5 for 1.
@@ -231,6 +231,6 @@ def between(pg: Group, sends: Sequence[Message], recvs: Sequence[Message], are_p
     return exchange
 
 
-def title(source: int | None) -> str:
+def event_name(source: int | None) -> str:
     """Return c10d's name for the event of a receive."""
     return "recvAnySource" if source is None else "recv"

@@ -11,7 +11,7 @@ from typing import Any
 FORWARD_SECONDS = 0.2  # seconds that written text takes to reach the launcher on a busy machine
 
 
-def sized(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Return a number of bytes with a unit: ``1.5 KiB``, ``64 MiB``."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -20,7 +20,7 @@ def sized(nbytes: float) -> str:
     return f"{nbytes:.0f} {unit}" if nbytes >= 10 or nbytes % 1 == 0 else f"{nbytes:.1f} {unit}"
 
 
-def timed(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return a time with three digits and a unit: ``12.3 µs``, ``4.56 ms``."""
     unit, name = unit_of(seconds)
     return f"{seconds / unit:.3g} {name}"
@@ -63,6 +63,6 @@ def write_to_stderr(text: str) -> None:
         stream.flush()  # type: ignore[union-attr]
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a caller's value as text for an error, cut; of a tensor the shape: ``repr`` of freed memory crashes."""
     return f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "untyped_storage") else f"{value!r:.80}"

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 
 RUNS_SHOWN = 16
 Value = TypeVar("Value", bound=Hashable)
@@ -17,7 +17,7 @@ def as_int(value: Any, name: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {shown(value)} of type {type(value).__name__}; expected an int") from None
+        raise TypeError(f"{name} is {format_value(value)} of type {type(value).__name__}; expected an int") from None
 
 
 def as_rank(value: Any) -> int:
@@ -25,7 +25,7 @@ def as_rank(value: Any) -> int:
     return as_int(value, "a rank")
 
 
-def by_value(values: Iterable[Value]) -> dict[Value, list[int]]:
+def ranks_by_value(values: Iterable[Value]) -> dict[Value, list[int]]:
     """Return the ranks that have each value, given that of every rank in order."""
     ranks: dict[Value, list[int]] = {}
     for rank, value in enumerate(values):
@@ -44,7 +44,7 @@ def runs_of(ranks: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def listed(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text: ``rank 3``, ``ranks 0 to 6, 9``; cut if there are many runs."""
     runs = runs_of(ranks)
     parts = [
@@ -56,6 +56,6 @@ def listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def plural(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """Return a number of things as text: ``1 rank``, ``3 ranks``."""
     return f"{number} {what}{'' if number == 1 else 's'}"

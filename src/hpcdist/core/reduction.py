@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from hpcdist.core.errors import MismatchError
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist.core.table import Row
 
 SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
@@ -77,7 +77,8 @@ def canonical(op: Any) -> Any:
     if isinstance(op, ReduceOp):
         return MEMBERS.get(hash(op), op)
     raise TypeError(
-        f"op is {shown(op)} of type {type(op).__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
+        f"op is {format_value(op)} of type {type(op).__name__}; "
+        "expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )
 
 
@@ -91,7 +92,7 @@ def is_done_by_parts(op: Any) -> bool:
     return any(op == known for known in (SUM, AVG, PREMUL_SUM))  # ``in`` asks the other way round, and is False
 
 
-def combining(dtype: torch.dtype, name: str) -> str:
+def combining_op(dtype: torch.dtype, name: str) -> str:
     """Return the name of the op that combines the values: of AVG and PREMUL_SUM the sum, of bool a bitwise one."""
     if dtype is torch.bool:
         return LOGICAL.get(name, name)
@@ -115,7 +116,7 @@ def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     raise RuntimeError(f"Cannot use ReduceOp.{name_of(op)} with {dtype}: {row.name} of {kind} values takes {choices}")
 
 
-def multiplied_by(factor: float) -> Any:
+def premul_sum(factor: float) -> Any:
     """Return a PREMUL_SUM with a factor."""
     made: Any = ReduceOp.__new__(ReduceOp)
     made.__setstate__((PREMUL_SUM, factor))
@@ -179,7 +180,7 @@ def average(total: torch.Tensor, size: int) -> torch.Tensor:
     return total.copy_(torch.div(total.to(torch.int64), size, rounding_mode="trunc"))
 
 
-# by the name of the op that combines values (``combining``); each takes two tensors and ``out``
+# by the name of the op that combines values (``combining_op``); each takes two tensors and ``out``
 COMBINE: dict[str, Any] = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -198,7 +199,7 @@ def fold(values: list[torch.Tensor], op: Any) -> torch.Tensor:
     Takes what ``check`` accepts, except AVG and PREMUL_SUM, in dtypes with which torch computes.
     """
     dtype = values[0].dtype
-    name = combining(dtype, name_of(op))
+    name = combining_op(dtype, name_of(op))
     signed = SIGNED.get(dtype)  # torch lacks arithmetic on most; the bits agree, in uint64's order too
     if signed is None or dtype is torch.uint8:
         total = values[0]

@@ -13,7 +13,7 @@ import torch
 
 from hpcdist.core import reduction
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import put
+from hpcdist.core.buffers import copy_into
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ALL_TO_ALL, ALL_TO_ALL_SINGLE, GATHER, Shape
 from hpcdist.core.work import Work
@@ -42,7 +42,7 @@ class Reproducible:
             assert total is not None
             if name == "AVG":
                 reduction.average(total, self._backend.size)
-            put(total.view(call.recv.shape), call.recv)
+            copy_into(total.view(call.recv.shape), call.recv)
 
     def _fold(self, call: Call, values: torch.Tensor, op: Any) -> torch.Tensor | None:
         """Return this rank's part of the result, None if it gets none."""
@@ -54,13 +54,13 @@ class Reproducible:
             own = lengths[self._backend.rank]
             received = values.new_empty(size * own)
             self._backend.run(Call(ALL_TO_ALL, values, received, counts=(lengths, [own] * size)))
-            return folded(received, size, op)
+            return fold_shares(received, size, op)
         if row.shape is Shape.SCATTER:
             return self._exchanged(values, op)
         if count * size * values.itemsize <= SMALL_BYTES:
             gathered = values.new_empty(size * count)
             self._backend.run(Call(ALL_GATHER_SINGLE, values, gathered))
-            return folded(gathered, size, op)
+            return fold_shares(gathered, size, op)
         share = -(-count // size)
         padded = torch.cat([values, values.new_zeros(share * size - count)])
         mine = self._exchanged(padded, op)
@@ -75,10 +75,10 @@ class Reproducible:
         """Return this rank's share of the result, for values that divide among the ranks."""
         received = torch.empty_like(values)
         self._backend.run(Call(ALL_TO_ALL_SINGLE, values, received))
-        return folded(received, self._backend.size, op)
+        return fold_shares(received, self._backend.size, op)
 
 
-def folded(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
+def fold_shares(values: torch.Tensor, size: int, op: Any) -> torch.Tensor:
     """Return shares of equal length, combined one after another."""
     return reduction.fold(list(values.view(size, -1)), op)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpcdist.core.buffers import put
+from hpcdist.core.buffers import copy_into
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.work import Work
 
@@ -28,7 +28,7 @@ class Receive(Work):
                 DistBackendError(f"message of {data.numel()} {data.dtype} does not fit {target.numel()} {target.dtype}")
             )
             return
-        put(data.reshape(-1), target.reshape(-1)[: data.numel()])
+        copy_into(data.reshape(-1), target.reshape(-1)[: data.numel()])
         if self._when_done is not None:
             self._when_done()
         self._finish()

@@ -44,7 +44,7 @@ def gather_together(
         Call(table.ALL_GATHER, each, list(outputs))
         for each, outputs in zip(inputs, zip(*output_lists, strict=True), strict=True)
     ]
-    return begin_all(pg, "all_gather", inputs, begin_each(pg, calls, async_op), as_shown(output_lists))
+    return begin_all(pg, "all_gather", inputs, begin_each(pg, calls, async_op), as_result(output_lists))
 
 
 def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Work | None]:
@@ -54,7 +54,7 @@ def begin_each(pg: Group, calls: Sequence[Call], async_op: bool) -> Iterator[Wor
         yield make_one(pg, call, async_op)
 
 
-def as_shown(lists: Sequence[Tensors]) -> list[Any]:
+def as_result(lists: Sequence[Tensors]) -> list[Any]:
     """Return the output lists of a call in the form of a Work's future: one list by itself, several as lists."""
     return list(lists[0]) if len(lists) == 1 else [list(each) for each in lists]
 
@@ -89,7 +89,7 @@ def check_same_kind(call: str, tensors: Tensors) -> None:
         buffers.check_dense(call, *tensors)
 
 
-def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
+def combine(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> torch.Tensor:
     """Return this rank's tensors combined, in memory of their own."""
     check_same_kind(row.name, tensors)
     reduction.check(row, tensors[0].dtype, op)
@@ -117,7 +117,7 @@ def combined(pg: Group, row: Row, tensors: Tensors, op: Any, async_op: bool) -> 
 def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
     for tensor in tensors:
         if tensor.layout is torch.strided:
-            buffers.put(values.view(tensor.shape), tensor)
+            buffers.copy_into(values.view(tensor.shape), tensor)
         else:
             with torch.no_grad():
                 tensor.copy_(values)
@@ -126,7 +126,7 @@ def put_in_all(values: torch.Tensor, tensors: Tensors) -> None:
 def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to each of them."""
     how = canonical(op)
-    total = combined(pg, table.ALL_REDUCE, tensors, how, async_op)
+    total = combine(pg, table.ALL_REDUCE, tensors, how, async_op)
     then = partial(put_in_all, total, tensors)
     return issue_any(Call(table.ALL_REDUCE, total, total, how, finish=then, result=list(tensors)), pg, async_op)
 
@@ -134,7 +134,7 @@ def all_reduce(pg: Group, tensors: Tensors, op: Any, async_op: bool) -> Work | N
 def reduce(pg: Group, tensors: Tensors, op: Any, root: int, root_tensor: int, async_op: bool) -> Work | None:
     """Combine all tensors of all ranks and write the result to one tensor of one rank."""
     how, root_tensor = canonical(op), check_root_tensor("reduce", root_tensor, len(tensors))
-    total = combined(pg, table.REDUCE, tensors, how, async_op)
+    total = combine(pg, table.REDUCE, tensors, how, async_op)
     recv, written = (total, [tensors[root_tensor]]) if pg.rank() == root else (None, [])
     then = partial(put_in_all, total, written)
     return issue_any(Call(table.REDUCE, total, recv, how, root, finish=then, result=list(tensors)), pg, async_op)
@@ -161,7 +161,7 @@ def all_gather(pg: Group, outputs: Sequence[Tensors], inputs: Tensors, async_op:
         for each in copies:
             each()
 
-    call = Call(table.ALL_GATHER_SINGLE, flat, everything, finish=copy, result=as_shown(outputs))
+    call = Call(table.ALL_GATHER_SINGLE, flat, everything, finish=copy, result=as_result(outputs))
     return issue_any(call, pg, async_op)
 
 
@@ -170,7 +170,7 @@ def reduce_scatter(pg: Group, outputs: Tensors, inputs: Sequence[Tensors], op: A
     check_same_kind("reduce_scatter", [*outputs, *(tensor for each in inputs for tensor in each)])
     how, device = canonical(op), outputs[0].device
     parts = [buffers.concatenate([tensor.to(device) for tensor in each], outputs[0].dtype) for each in inputs]
-    total = combined(pg, table.REDUCE_SCATTER_SINGLE, parts, how, async_op)
+    total = combine(pg, table.REDUCE_SCATTER_SINGLE, parts, how, async_op)
     mine = torch.empty(total.numel() // len(pg.ranks), dtype=total.dtype, device=device)
     then = buffers.make_unpack(mine, list(outputs))
     return issue_any(

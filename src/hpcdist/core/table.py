@@ -14,7 +14,7 @@ Counts = tuple[Sequence[int], Sequence[int]]  # elements sent to and received fr
 EACH: Counts = ([], [])  # marks an all_reduce of a list, which reduces each of its tensors in place
 
 
-def scaled(counts: Counts, parts: int) -> tuple[list[int], list[int]]:
+def scale(counts: Counts, parts: int) -> tuple[list[int], list[int]]:
     """Return counts of elements as counts of their parts, ``parts`` for each element."""
     return [parts * each for each in counts[0]], [parts * each for each in counts[1]]
 

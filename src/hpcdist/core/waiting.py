@@ -47,7 +47,7 @@ def wait_until(
 Source = TypeVar("Source", bound="HasFileno")
 
 
-def readable(sources: Iterable[Source], seconds: float) -> list[Source]:
+def wait_readable(sources: Iterable[Source], seconds: float) -> list[Source]:
     """Wait until one of the sources is readable, or the time is over; return those that are ready.
 
     ``select.select`` takes no descriptor from 1024 on, and a process that loads data may have as many open.

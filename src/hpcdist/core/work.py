@@ -15,9 +15,9 @@ import torch
 import torch.distributed
 
 from hpcdist.core import hooks
-from hpcdist.core.errors import DistBackendError, MismatchError, explained
+from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
 from hpcdist.core.hooks import Event
-from hpcdist.core.printing import shown
+from hpcdist.core.printing import format_value
 from hpcdist_stores.keep_alive import KeptAlive
 
 NO_TIMEOUT = timedelta(0)  # c10d's value of Work.wait() without a limit
@@ -31,7 +31,7 @@ def check_timeout(timeout: Any, is_optional: bool = True, may_be_zero: bool = Fa
     if timeout is None and is_optional:
         return
     if not isinstance(timeout, timedelta):
-        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {shown(timeout)}")
+        raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {format_value(timeout)}")
     if timeout < NO_TIMEOUT or not (timeout or may_be_zero):
         least = "zero or more" if may_be_zero else "more than zero"
         raise MismatchError(f"Invalid timeout: {timeout.total_seconds():g} s; expected a timedelta of {least}")
@@ -182,7 +182,7 @@ class Work(TorchWork, metaclass=PythonHalf):
                     f"wait timeout after {(seconds or 0) * 1000:.0f}ms: the operation has not ended and is still under "
                     f"way. {hooks.explain(self._call)}".rstrip()
                 )
-                raise DistBackendError(explained(text, "call-timeout"))
+                raise DistBackendError(add_hint(text, "call-timeout"))
         if self._error is not None:
             self._see()
             raise self._error

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from hpcdist.core import errors, hooks
 from hpcdist.core.backend import Backend
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import as_rank, listed
+from hpcdist.core.ranks import as_rank, format_ranks
 
 NON_GROUP_MEMBER = torch.distributed.GroupMember.NON_GROUP_MEMBER
 
@@ -198,7 +198,7 @@ def group_rank(group: Group, global_rank: int | None, rank_in_group: int | None)
             raise ValueError("Must specify global_rank or group_rank")
         if (rank := group.group_ranks.get(as_rank(global_rank))) is None:
             raise errors.MismatchError(
-                f"Global rank {global_rank} is not part of group {group} (it has global {listed(group.ranks)})"
+                f"Global rank {global_rank} is not part of group {group} (it has global {format_ranks(group.ranks)})"
             )
         return rank
     if global_rank is not None:

@@ -64,7 +64,7 @@ def family() -> socket.AddressFamily:
     return family_of(next(iter(interfaces().values()), LOOPBACK))
 
 
-def named() -> list[str]:
+def addresses_of_name() -> list[str]:
     """Return the addresses to which this host resolves its own name; none if that is unknown."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, family(), socket.SOCK_DGRAM)
@@ -73,7 +73,7 @@ def named() -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-def own() -> tuple[str, ...]:
+def own_addresses() -> tuple[str, ...]:
     """Return the addresses at which other hosts may reach this one, the most likely first.
 
     First come the addresses of the host's name, because administrators give names to the network for jobs; then the
@@ -85,7 +85,7 @@ def own() -> tuple[str, ...]:
     if chosen:
         return tuple(chosen[:MOST])
     there = list(by_interface.values())
-    preferred = [address for address in (*named(), *route("192.0.2.1", 9)[:1]) if address in there]
+    preferred = [address for address in (*addresses_of_name(), *route("192.0.2.1", 9)[:1]) if address in there]
     return tuple(dict.fromkeys([*preferred, *there]))[:MOST]
 
 
@@ -117,7 +117,7 @@ def kernel_id(namespace: str) -> str:
         return ""
 
 
-def among(store: Any, size: int) -> str | None:
+def address_among(store: Any, size: int) -> str | None:
     """Return the address of this host at which the other users of a store reach it; all ``size`` of them call.
 
     It is the one from which this host reaches the store's server. On the server's own host that may be the loopback:
@@ -131,8 +131,8 @@ def among(store: Any, size: int) -> str | None:
     host, port = getattr(base, "host", None), getattr(base, "port", None)
     path = route(host, port) if host is not None and port is not None else ()
     if not path:
-        others = own()
-        return None if not others or any(address in others for address in named()) else others[0]
+        others = own_addresses()
+        return None if not others or any(address in others for address in addresses_of_name()) else others[0]
     here, server = path
     if not is_loopback(here):
         store.set("address/server", server)

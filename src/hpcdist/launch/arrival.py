@@ -16,7 +16,7 @@ from threading import Timer
 from typing import NamedTuple
 
 from hpcdist.core.printing import write_to_stderr
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 from hpcdist.launch import environment
 
 PREFIX = "hpcdist-init-"
@@ -32,7 +32,7 @@ class Arrival(NamedTuple):
 
 
 @contextmanager
-def announced(rank: int, size: int) -> Iterator[None]:
+def announce(rank: int, size: int) -> Iterator[None]:
     """Announce that this rank has come, and report which have not if that takes long."""
     timer = Timer(SECONDS, report, (rank, size))
     timer.daemon = True
@@ -99,8 +99,8 @@ def report(rank: int, size: int) -> None:
     missing = {each: min(here[each]) for each in sorted(here) if come.keys().isdisjoint(here[each])}
     which = "of other ranks, none of them on this node, one"
     if missing:
-        processes = ", ".join(map(str, missing.values()))
-        which = f"{listed(list(missing))} of this node ({'process' if len(missing) == 1 else 'processes'} {processes})"
+        processes = f"{'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing.values()))}"
+        which = f"{format_ranks(list(missing))} of this node ({processes})"
     write_to_stderr(
         f"[rank {rank} of {size}] init_process_group has waited in MPI for {SECONDS:.0f} s: {which} "
         f"{'have' if len(missing) > 1 else 'has'} not come to it. Every rank calls it, in the same place among the "

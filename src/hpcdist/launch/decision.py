@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, add_hint
 from hpcdist.launch import environment
 
 
-def launched() -> environment.Launch | None:
+def find_launch() -> environment.Launch | None:
     """Return how this process was started, for a new world; ValueError if the variables contradict each other."""
     launch = environment.detect()
     if launch is not None and launch.conflict:
         text = f"who started this process is contradictory: {launch.conflict}"
-        raise ValueError(explained(text, "launchers-disagree"))
+        raise ValueError(add_hint(text, "launchers-disagree"))
     return launch
 
 
@@ -36,4 +36,4 @@ def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:
         "them with mpirun or srun, or use backend 'gloo'; where an MPI launcher's variables are set too, "
         f"{environment.RANKS_FROM}=mpi chooses them"
     )
-    raise DistBackendError(explained(text, "no-mpi-launcher"))
+    raise DistBackendError(add_hint(text, "no-mpi-launcher"))

@@ -41,7 +41,7 @@ def identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def visible() -> View:
+def visible_gpus() -> View:
     """Return the GPUs that this process sees; a single one without its UUID, whose query would start CUDA."""
     count = torch.cuda.device_count()
     if count < 2:
@@ -82,14 +82,14 @@ def views_by_mpi(comm: Any) -> tuple[list[View], int]:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     try:
-        return node.allgather(visible()), node.Get_rank()
+        return node.allgather(visible_gpus()), node.Get_rank()
     finally:
         node.Free()
 
 
 def views_by_launcher(environ: Mapping[str, str] = os.environ) -> tuple[list[View], int]:
     """Return the same without MPI, by the launcher's variables for the rank on the node; raise if there are none."""
-    mine, local_rank = visible(), environment.node_local_rank(environ)
+    mine, local_rank = visible_gpus(), environment.node_local_rank(environ)
     if len(mine) == 1:
         return [mine], 0
     if local_rank is None:
@@ -103,7 +103,7 @@ def views_by_launcher(environ: Mapping[str, str] = os.environ) -> tuple[list[Vie
     return [mine] * max(local_rank + 1, local_size or 0), local_rank
 
 
-def mine(comm: Any = None) -> torch.device:
+def choose_gpu(comm: Any = None) -> torch.device:
     """Return this process's GPU; with ``comm``, every rank of it calls."""
     views, local_rank = views_by_mpi(comm) if comm is not None else views_by_launcher()
     return torch.device("cuda", place(views, local_rank, may_share()))

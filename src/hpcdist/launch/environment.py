@@ -76,7 +76,7 @@ def integer(environment: Mapping[str, str], variable: str) -> int | None:
     return int(text) if text.strip().lstrip("-").isdigit() else None
 
 
-def found(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
+def launch_by(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
     """Return the start by a launcher's variables; None if they are not set, or srun's were set by sbatch."""
     rank, size = integer(environment, launcher.rank), integer(environment, launcher.size)
     is_batch_script = launcher.name == "srun" and environment.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID"))
@@ -93,7 +93,7 @@ def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
 
     srun, flux and PALS set PMI_RANK too, but no variable of hydra's.
     """
-    launches = [found(each, environment, f"{each.rank} and {each.size} are set") for each in LAUNCHERS]
+    launches = [launch_by(each, environment, f"{each.rank} and {each.size} are set") for each in LAUNCHERS]
     said = [(each.rank, each.size) for each in launches if each is not None]
     for launch in filter(None, launches):
         is_of_another = said.count((launch.rank, launch.size)) > 1 and HYDRAS_OWN not in environment
@@ -126,7 +126,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """
     choice = environment.get(RANKS_FROM, "")
     own = by_mpi_launcher(environment)
-    numbers = found(TORCHRUN, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+    numbers = launch_by(TORCHRUN, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
     exported = numbers if "MASTER_ADDR" in environment else None
     if choice not in ("", "mpi", "env"):
         conflict = (

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 import hpcdist_stores as stores
 from hpcdist.core.agreement import attempt
-from hpcdist.core.errors import DistNetworkError, DistStoreError, explained
+from hpcdist.core.errors import DistNetworkError, DistStoreError, add_hint
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import addresses, environment, slurm_secret, slurm_step
 from hpcdist_stores.errors import LostServerError, wait_timeout
@@ -164,7 +164,7 @@ def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
 
 def missing(scheme: str, what: str) -> ValueError:
     return ValueError(
-        explained(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}", "rendezvous")
+        add_hint(f"Error initializing torch.distributed using {scheme}:// rendezvous: {what}", "rendezvous")
     )
 
 
@@ -227,7 +227,7 @@ def by_mpi(url: str, rank: int, world_size: int, timeout: timedelta = default_pg
 
     carrier = registry.connect("mpi", Bootstrap(rank, world_size, timeout))  # rank and size are MPI's
     try:
-        store = served(carrier, timeout)
+        store = serve_store(carrier, timeout)
     finally:
         carrier.close()
     yield store, carrier.rank, carrier.size
@@ -261,13 +261,13 @@ def by_munge(rank: int, host: str, ports: list[int], identity: str, timeout: tim
         secret = secrets.token_bytes(32)
         store = stores.TCPStore(host, 0, None, True, timeout, secret=secret)
         notice = serve_any(host, ports, timeout, None)
-        notice.set(CREDENTIAL, slurm_secret.sealed(identity, store.port, secret))
+        notice.set(CREDENTIAL, slurm_secret.seal(identity, store.port, secret))
         NOTICES.append(notice)
         return store
 
     def by_notice(host: str, port: int) -> Store | None:
         notice = stores.TCPStore(host, port, timeout=ONE_TRY)
-        found = slurm_secret.unsealed(identity, notice.get(CREDENTIAL).decode(errors="replace"))
+        found = slurm_secret.unseal(identity, notice.get(CREDENTIAL).decode(errors="replace"))
         return None if found is None else join_any([(host, found[0])], timeout, found[1])
 
     return first_of([(host, port) for port in ports], timeout, by_notice)
@@ -311,7 +311,7 @@ def first_of(
     tried = ", ".join(f"{host}:{port}" for host, port in places)
     seconds = timeout.total_seconds()
     text = f"no store of this job after {seconds:.0f} s; tried {tried} (last: {failure or 'no answer'})"
-    raise DistNetworkError(explained(text, "store-unreachable"))
+    raise DistNetworkError(add_hint(text, "store-unreachable"))
 
 
 def is_open(host: str, port: int) -> bool:
@@ -328,7 +328,7 @@ HANDLERS: dict[str, Handler] = {"env": by_environment, "tcp": by_tcp, "file": by
 # -- a store for groups that have a backend already --------------------------------------------------------
 
 
-def served(carrier: Any, timeout: timedelta) -> Store:
+def serve_store(carrier: Any, timeout: timedelta) -> Store:
     """Open a server on rank 0, which sends its addresses and a random secret by a backend; every rank calls.
 
     If all ranks have the same ``addresses.network()``, the server listens on the loopback; else on all interfaces, and
@@ -343,7 +343,7 @@ def served(carrier: Any, timeout: timedelta) -> Store:
         hosts: tuple[str, ...] = (addresses.LOOPBACK,)
         listening = addresses.LOOPBACK
         if len(set(networks)) > 1:
-            hosts = addresses.own()
+            hosts = addresses.own_addresses()
             listening = addresses.ALL_INTERFACES[addresses.family()] if hosts else socket.gethostname()
         store = stores.TCPStore(listening, 0, None, True, timeout, secret=secret)
         made.append(store)
@@ -366,7 +366,7 @@ def opened_by_rank_0(carrier: Any, call: str, open_port: Callable[[], int]) -> t
     If rank 0 fails, all ranks raise its error, with the user's call.
     """
     networks = carrier.objects.all_gather(addresses.network(), call=call)
-    opened: Any = attempt(carrier, call, lambda: None if carrier.rank else (addresses.own(), open_port()))[0]
+    opened: Any = attempt(carrier, call, lambda: None if carrier.rank else (addresses.own_addresses(), open_port()))[0]
     hosts, port = opened
     if not hosts or networks[carrier.rank] == networks[0]:
         return addresses.LOOPBACK, port
@@ -379,6 +379,6 @@ def store_of(group: Any) -> Store:
 
     if WORLD.store is None:
         with group.during(OPEN):
-            WORLD.store = served(group.any_backend(), group.timeout)
+            WORLD.store = serve_store(group.any_backend(), group.timeout)
         SERVED[:] = [WORLD.store]
     return WORLD.store

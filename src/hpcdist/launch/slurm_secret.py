@@ -2,7 +2,7 @@
 
 squeue shows job and step to all users, so the secret is an HMAC over them, keyed by a random file in the user's home,
 which the first rank that needs it makes. If the step has several hosts and the home is a local disk, MUNGE, on which
-Slurm itself relies, encrypts a random secret for this user (``sealed`` and ``unsealed``).
+Slurm itself relies, encrypts a random secret for this user (``seal`` and ``unseal``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcdist.core.errors import DistBackendError, explained
+from hpcdist.core.errors import DistBackendError, add_hint
 
 VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own secret, for hosts without a shared home and without MUNGE
 FILE = Path(".hpcdist", "store-key")  # in the home
@@ -49,7 +49,7 @@ def key_of(hosts: list[str]) -> bytes | None:
         f"slurm:// has no secret that the hosts of this step share: {why}, and there is no munge. Set {VARIABLE} in "
         f"the job script: export {VARIABLE}=$(openssl rand -hex 32)"
     )
-    raise DistBackendError(explained(text, "store-secret"))
+    raise DistBackendError(add_hint(text, "store-secret"))
 
 
 def tool(name: str) -> str | None:
@@ -78,12 +78,12 @@ def key_in(file: Path) -> bytes:
         finally:
             os.close(fd)
     except OSError as error:
-        raise refused(file, str(error)) from error
+        raise refuse(file, str(error)) from error
     for each in (about, folder):
         if each.st_uid != os.getuid() or stat.S_IMODE(each.st_mode) & 0o077:
-            raise refused(file, f"it belongs to user {each.st_uid} with mode {stat.S_IMODE(each.st_mode):o}")
+            raise refuse(file, f"it belongs to user {each.st_uid} with mode {stat.S_IMODE(each.st_mode):o}")
     if len(key) != LENGTH or not stat.S_ISREG(about.st_mode):
-        raise refused(file, f"it is not a regular file of {LENGTH} bytes")
+        raise refuse(file, f"it is not a regular file of {LENGTH} bytes")
     return key
 
 
@@ -101,25 +101,25 @@ def make(file: Path) -> None:
         draft.unlink()
 
 
-def refused(file: Path, why: str) -> DistBackendError:
+def refuse(file: Path, why: str) -> DistBackendError:
     text = (
         f"slurm:// cannot use {file}, which holds the key of this user's jobs: {why}. Remove it, or set {VARIABLE} in "
         "the job script"
     )
-    return DistBackendError(explained(text, "store-secret"))
+    return DistBackendError(add_hint(text, "store-secret"))
 
 
-def sealed(identity: str, port: int, content: bytes) -> str:
+def seal(identity: str, port: int, content: bytes) -> str:
     """Return a MUNGE credential that only this user's processes can read, with the store's port and secret."""
     text = json.dumps([identity, port, content.hex()])
     command = [tool("munge") or "munge", "--restrict-uid", str(os.getuid())]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=MUNGE_SECONDS)
     if done.returncode:
-        raise DistBackendError(explained(f"slurm:// found no secret: munge said {done.stderr.strip()}", "store-secret"))
+        raise DistBackendError(add_hint(f"slurm:// found no secret: munge said {done.stderr.strip()}", "store-secret"))
     return done.stdout.strip()
 
 
-def unsealed(identity: str, credential: str) -> tuple[int, bytes] | None:
+def unseal(identity: str, credential: str) -> tuple[int, bytes] | None:
     """Return port and secret of a credential; None for one of another user or step."""
     command = [tool("unmunge") or "unmunge", "--keys", "UID,STATUS", "--metadata", "/dev/fd/2"]
     done = subprocess.run(command, input=credential, capture_output=True, text=True, timeout=MUNGE_SECONDS)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 
 
 class Step(NamedTuple):
@@ -83,7 +83,7 @@ def step(environment: Mapping[str, str]) -> Step:
                 f"Error initializing torch.distributed using slurm:// rendezvous: none of {', '.join(names)} is set; "
                 "start every rank with srun"
             )
-            raise ValueError(explained(text, "rendezvous"))
+            raise ValueError(add_hint(text, "rendezvous"))
         found[question] = value
     attempt = environment.get("SLURM_RESTART_COUNT", "0")
     identity = f"{found['job']}.{found['step']}.{attempt}"

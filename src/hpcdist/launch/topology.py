@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from hpcdist.launch import environment
 
 SYS = Path("/sys")
@@ -192,7 +192,7 @@ def warn_if_spread(root: Path = SYS, environ: Mapping[str, str] = os.environ) ->
         launch = environment.detect(environ)
         command = bind(launch.name if launch else None, ranks, node.room())
         warnings.warn(
-            explained(
+            add_hint(
                 f"rank 0 may run in {len(domains)} NUMA domains, and its node has {ranks} ranks: bind them to cores, "
                 f"{command} (python -m hpcdist doctor shows where each rank runs)",
                 "not-bound",

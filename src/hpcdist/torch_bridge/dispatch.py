@@ -46,7 +46,7 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks, table
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, for_writing, put
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, copy_into, for_writing
 from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
@@ -374,7 +374,7 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     send = None if call.send is None else as_tensor(call.send, "tensor")  # it may be a NumPy array
     recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
     if call.row is table.GATHER and recv is not None and (flat := for_writing(recv)) is not recv:  # it is divided
-        call, recv = call._replace(finish=partial(put, flat, recv), result=[recv]), flat
+        call, recv = call._replace(finish=partial(copy_into, flat, recv), result=[recv]), flat
     make_options, door = DOORS[call.row]
     work = door(pg, call._replace(send=send, recv=recv), options(call, make_options(), async_op))
     if async_op and call.finish is None:

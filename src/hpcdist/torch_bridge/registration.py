@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import decision, environment
 from hpcdist.launch.rendezvous import query
@@ -75,7 +75,7 @@ def register(
 
 def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> Iterator[Any]:
     """Take rank and size from an MPI launcher, if the group is ours or the environment lacks what ``env://`` needs."""
-    launch = decision.launched() if is_ours else environment.detect()
+    launch = decision.find_launch() if is_ours else environment.detect()
     if ("MASTER_ADDR" in os.environ and not is_ours) or launch is None or not launch.starts_mpi:
         yield from STOCK["env"](url, *args, **kwargs)
         return
@@ -102,7 +102,7 @@ def cpu_backend(asked: str) -> str:
 def warn_of_absent(asked: str) -> None:
     """Warn that this machine has no GPU for a part of the requested backends."""
     warnings.warn(
-        explained(
+        add_hint(
             f"backend {asked!r}: this process has no CUDA device, so its group carries CPU tensors only", "no-cuda"
         ),
         stacklevel=2,
@@ -124,7 +124,7 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
             return helper(size, rank, ranks, backend, *args, **kwargs)
         BEGIN_BESIDE[-1](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
-        launch = decision.launched()
+        launch = decision.find_launch()
         if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its processes itself
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
@@ -181,7 +181,7 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Itera
     A script that starts its processes itself, and gives their number, is left to torch. ValueError if the caller's rank
     or size differs from the launcher's.
     """
-    launch = decision.launched()
+    launch = decision.find_launch()
     rank, world_size = query(urlparse(str(url)), rank, world_size)
     if launch is not None and launch.starts_mpi:
         if rank not in (-1, launch.rank) or world_size not in (-1, launch.size):

@@ -34,10 +34,10 @@ from itertools import count
 from struct import Struct
 from typing import Any
 
-from hpcdist.core.waiting import readable
+from hpcdist.core.waiting import wait_readable
 from hpcdist.launch import addresses, environment
 from hpcdist.watch.endpoint import Endpoint, Endpoints, Process, machine, process_status
-from hpcdist.watch.question import Answers, Message, Question, expanded, merged, relay_seconds, remember
+from hpcdist.watch.question import Answers, Message, Question, expand, merge, relay_seconds, remember
 
 INTEREST_SECONDS = 2.0  # seconds for which a question is relayed after its last repetition
 WINDOW = 64  # numbers that may arrive out of order
@@ -101,7 +101,7 @@ class Channel:
         # never accepted: the kernel completes the connections, and resets them when this process ends
         self.listener = socket.create_server(("", 0), family=addresses.family(), backlog=socket.SOMAXCONN)
         self.own = Endpoint(
-            addresses.own(),
+            addresses.own_addresses(),
             self.socket.getsockname()[1],
             self.listener.getsockname()[1],
             secrets.token_hex(32),
@@ -269,7 +269,7 @@ class Channel:
         question.done = all_here.set
         if self._begin(question):
             while not question.is_answered and (now := time.monotonic()) < deadline:
-                if readable([self.socket], min(self.push(), deadline) - now):
+                if wait_readable([self.socket], min(self.push(), deadline) - now):
                     self.answer()
         elif not question.is_answered:
             all_here.wait(seconds)
@@ -297,7 +297,7 @@ class Channel:
         """Relay a question to other ranks, or return their answers since the last time."""
         if message["numbering"] != self.numbering:
             return
-        ranks, token = expanded(message.pop("ranks")), message["token"]
+        ranks, token = expand(message.pop("ranks")), message["token"]
         has_begun = token in self._questions
         if not has_begun:
             self._questions[token] = Question(self._find(ranks), {**message, "via": self.own.origin})
@@ -311,7 +311,7 @@ class Channel:
 
     def _return(self, relayed: Question, reply: Callable[[Message], None], wanted: list[int]) -> None:
         """Send the answers of a relayed question that were still missing when it was last asked."""
-        for each in merged({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
+        for each in merge({rank: relayed.answers[rank] for rank in wanted if rank in relayed.answers}):
             reply(each)
 
     def push(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import CallsDifferError, DistBackendError, explained, run_hook
+from hpcdist.core.errors import CallsDifferError, DistBackendError, add_hint, run_hook
 from hpcdist.core.group import BEGUN_SECONDS
 from hpcdist.core.journal import RING, Blocked, CallRecord
 from hpcdist.core.waiting import wait_until
@@ -153,7 +153,7 @@ class ProcessExit:
                 group.revoke("this process ends")
         if (last := last_call()) is not None:
             why = "this process ends without MPI_Finalize, which could crash under it"
-            watchdog.say(explained(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
+            watchdog.say(add_hint(f"a thread is still in {last.name}: {why}", "thread-at-exit"))
         if not membership.all_finalize(last is None):
             leave_hydra()
             membership.skip_finalize(ends_well=True)

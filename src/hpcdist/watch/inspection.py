@@ -41,7 +41,7 @@ class Inspection:
                 f"{frame['filename']}:{frame['line']} ({frame['name']})"
                 for frame in calls_under_way.stack(*blocked[:1])[:FRAMES]
             ],
-            "groups": {each.group_name: described(each) for each in list(WORLD.groups.values())[:ROWS]},
+            "groups": {each.group_name: describe(each) for each in list(WORLD.groups.values())[:ROWS]},
             "calls": [[*key, *numbers] for key, numbers in longest],
             "endpoints": [[rank, list(endpoints[rank])] for rank in part],
             "size": len(endpoints),
@@ -62,7 +62,7 @@ class Inspection:
         numbers[3] = max(numbers[3], call.end - call.begin)
 
 
-def described(group: Group) -> dict[str, Any]:
+def describe(group: Group) -> dict[str, Any]:
     return {
         "label": label(group),
         "size": group.size(),

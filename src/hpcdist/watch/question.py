@@ -45,12 +45,12 @@ def relay_seconds(count: int) -> float:
     return STEP_SECONDS * max(0, math.ceil(math.log(max(1, count), FAN)) - 1)
 
 
-def expanded(runs: Iterable[Iterable[int]]) -> list[int]:
+def expand(runs: Iterable[Iterable[int]]) -> list[int]:
     """Return the ranks of runs."""
     return [rank for first, last in runs for rank in range(first, last + 1)]
 
 
-def merged(answers: Answers) -> list[Message]:
+def merge(answers: Answers) -> list[Message]:
     """Return answers as messages, equal answers once, each small enough for a datagram."""
     different: dict[str, tuple[Message, list[int]]] = {}
     for rank, answer in answers.items():
@@ -130,7 +130,7 @@ class Question:
         self._answered[rank] = now
         part, given = self._missing[rank], {rank: answer}
         if "answers" in answer:  # it relays the question
-            given = {each: one for one, runs in answer["answers"] for each in expanded(runs)}
+            given = {each: one for one, runs in answer["answers"] for each in expand(runs)}
         taken = part & given.keys()
         self.answers |= {each: given[each] for each in taken}
         part.difference_update(taken)

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.question import Answers, relay_seconds, remember
 
@@ -89,7 +89,7 @@ VERBS = {
 def sentence(text: str, ranks: Sequence[int], call: dict[str, Any], words: str = "") -> str:
     """Return one of the sentences above about ranks and a call."""
     verbs = {name: forms[len(ranks) > 1] for name, forms in VERBS.items()}
-    return text.format(who=listed(ranks), title=title(call), words=words, **call, **verbs)
+    return text.format(who=format_ranks(ranks), title=title(call), words=words, **call, **verbs)
 
 
 def compose(
@@ -119,10 +119,10 @@ def compose(
         has_ended = reason.startswith(PROCESS_STATES[""])
         lines.append(sentence(UNKNOWN if is_unknown(reason) else ENDED if has_ended else SILENT, who, mine, reason))
     if len(shapes) > 1:
-        several = [f"{listed(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
+        several = [f"{format_ranks(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
         more = [f"and {len(several) - SEVERAL} other kinds"] if len(several) > SEVERAL else []
         lines.append(f"the tensors differ: {'; '.join([*several[:SEVERAL], *more])}")
-    return [*shortened(lines), sentence(INSIDE, inside, mine)]
+    return [*shorten(lines), sentence(INSIDE, inside, mine)]
 
 
 def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, list[int]]:
@@ -135,7 +135,7 @@ def by_reason(silent: Sequence[int], judge: Callable[[int], str]) -> dict[str, l
     return found
 
 
-def shortened(lines: list[str]) -> list[str]:
+def shorten(lines: list[str]) -> list[str]:
     """Return the first lines, and one that counts the others."""
     most = LINES - 2  # room for the count of the others, and for the ranks in the call
     return lines if len(lines) <= most + 1 else [*lines[:most], f"and {len(lines) - most} lines more"]
@@ -154,7 +154,7 @@ def compose_message(
             lines[f"is {place(answers[rank], mine['group'])}"].append(rank)
     for reason, who in by_reason([each for each in others if each not in answers and each != me], judge).items():
         lines[f"{'may not have' if is_unknown(reason) else 'has not'} met it; {reason}"] = who
-    return shortened([f"{listed(ranks)} {where}" for where, ranks in lines.items()])
+    return shorten([f"{format_ranks(ranks)} {where}" for where, ranks in lines.items()])
 
 
 def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> str:

@@ -29,10 +29,10 @@ from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import explained
+from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group
 from hpcdist.core.printing import printable, write_to_stderr
-from hpcdist.core.waiting import readable
+from hpcdist.core.waiting import wait_readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange
@@ -136,12 +136,12 @@ class Watchdog:
         if len(self._failures) < FAILURES and (where := str(lines[-2:])) not in self._failures:
             self._failures.add(where)
             text = f"the watchdog goes on after an error of its own:\n{''.join(lines)}"
-            self.say(explained(text, "watchdog-error"))
+            self.say(add_hint(text, "watchdog-error"))
 
     def _take_in(self, seconds: float) -> None:
         """Wait for datagrams, signals and clients, and handle them."""
         debug_socket, began = self._debug_socket, time.monotonic()
-        ready = readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
+        ready = wait_readable([self.channel.socket, self.signals.reader, *debug_socket.sockets], seconds)
         if (late := time.monotonic() - began - max(0.0, seconds)) > STANDSTILL_SECONDS:
             self._stood_still += late
             for each in self.calls:
@@ -431,7 +431,7 @@ class Watchdog:
         self._end(each, f"{headline}: {lines}", True)
 
     def _end(self, each: UnderWay, reason: str, is_reported: bool) -> None:
-        each.state, reason = State.ENDING, explained(reason, "call-timeout")
+        each.state, reason = State.ENDING, add_hint(reason, "call-timeout")
         if each.in_background:
             if end_in_background(each, reason, is_reported, self._attempt):
                 self._given_up.append({**each.described(), "has_asker": False})

@@ -54,12 +54,12 @@ from hpcdist.backends.mpi.node.call_board import (
     STOP,
     WIDE,
     CallBoard,
-    counted,
+    counts_of,
     is_wide,
+    kind_word,
     open_board,
     size_of,
-    tensors_of,
-    what,
+    stand_in_tensors,
     with_root,
 )
 from hpcdist.backends.mpi.node.window import fence
@@ -67,12 +67,12 @@ from hpcdist.core import hooks
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
-from hpcdist.core.ranks import listed
-from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, multiplied_by
+from hpcdist.core.ranks import format_ranks
+from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, premul_sum
 from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS
 from hpcdist.core.waiting import nap
 
-LEAVE_SAID, SPLIT_SAID = what(LEAVE), what(SPLIT)
+LEAVE_SAID, SPLIT_SAID = kind_word(LEAVE), kind_word(SPLIT)
 NEW_SECONDS = 1.0  # seconds that a call of a new kind waits for the other nodes' calls
 FAILED_SECONDS = 1.0  # seconds that a call which MPI has ended with an error waits for the other nodes' calls
 LEAVE_SECONDS = 0.3  # the same for the end of a group
@@ -144,14 +144,14 @@ class CallCheck:
             return
         communicator = self._communicator
         size = size_of(call, communicator.rank, communicator.size)
-        counts = counted(call) if size < 0 or size >= COUNTED else None
+        counts = counts_of(call) if size < 0 or size >= COUNTED else None
         first = base if call.root is None and call.counts is None else with_root(base, call)
         self.make(first, size, partial(self._carry_out, call), counts)
 
     def compare(self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0) -> None:
         """Compare one of the ``COMPOSED`` calls, before the calls of which it consists."""
         if self._communicator.size > 1:
-            self.make(what(name, dtype, op, root), size, bool)
+            self.make(kind_word(name, dtype, op, root), size, bool)
 
     def make(self, first: int, size: int, make: Callable[[], Result], counts: Any = None) -> Result:
         """Make a call, given its words and the function that makes it."""
@@ -401,7 +401,7 @@ class CallCheck:
             communicator.split([])
         elif said.name in ROWS:
             its, op = ROWS[said.name], OPS.get(said.op)
-            op = multiplied_by(1.0) if op == PREMUL_SUM else op
+            op = premul_sum(1.0) if op == PREMUL_SUM else op
             counts = None
             if its in EXCHANGES and self.compares_shares:  # the ranks in it find that this one takes no part
                 its, counts = ALL_TO_ALL, ([0] * ranks, [0] * ranks)
@@ -416,7 +416,7 @@ class CallCheck:
             if counts is not None:
                 send, recv = (torch.zeros(sum(each), dtype=said.dtype) for each in counts)
             elif its.buffers:
-                send, recv = tensors_of(its, said, rank, ranks)  # type: ignore[assignment]
+                send, recv = stand_in_tensors(its, said, rank, ranks)  # type: ignore[assignment]
             else:
                 send = recv = None  # type: ignore[assignment]
             self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
@@ -444,7 +444,7 @@ class CallCheck:
                 elif counts is not None:
                     call += f" ({counts[1] if said.name == ALL_GATHER.name else counts[0]})"
                 calls.setdefault(call, []).append(rank)
-        ways = [f"{listed(ranks)}: {call}" for call, ranks in calls.items()]
+        ways = [f"{format_ranks(ranks)}: {call}" for call, ranks in calls.items()]
         if own != number and board.has(board.own, own):
             ways.append(f"this rank, {self._communicator.rank}, is in {board.said(board.own, own)}")
         return CallsDifferError(calls_differ(self._communicator.size, ways))

@@ -17,14 +17,14 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.bundle import Bundler
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, buffer_of_runs, message
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PIECE, address, buffer_of_runs, send_buffer
 from hpcdist.backends.mpi.exchange import COPY_MAX, Exchange
-from hpcdist.backends.mpi.node.call_board import what
+from hpcdist.backends.mpi.node.call_board import kind_word
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plan, Plans
 from hpcdist.backends.mpi.reductions import READS_IN_PLACE, Bind, Reduction, of_encoded, on_encoded
-from hpcdist.backends.mpi.repetition import Prepared, repeated, run_again
+from hpcdist.backends.mpi.repetition import Prepared, repeat, run_again
 from hpcdist.backends.mpi.vectors import FLAT_MAX, VECTORS, KeptMemory, Vectors
 from hpcdist.core.buffers import COPY_KEPT, TensorList, do_overlap, new_memory, overlap
 from hpcdist.core.call import Call, Run
@@ -33,7 +33,7 @@ from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SC
 
 Divide = Callable[[torch.Tensor], torch.Tensor]
 IN_PLACE = MPI.IN_PLACE
-BARRIER_SAID = what(BARRIER.name)
+BARRIER_SAID = kind_word(BARRIER.name)
 
 
 class Collectives:
@@ -101,7 +101,7 @@ class Collectives:
                     self._move(call)
                 else:
                     assert root is not None
-                    self._comm.Bcast(message(send), root)
+                    self._comm.Bcast(send_buffer(send), root)
         except MPI.Exception as error:
             raise self._communicator.failure(row.name, error) from error
         if self._communicator.is_checked:
@@ -207,7 +207,7 @@ class Collectives:
         if self._communicator.is_checked:
             prepared = prepared._replace(function=run_and_check)
         said = BARRIER_SAID if tensor is None else self.plans.of(call.row, tensor.dtype, call.op).said
-        return repeated(call, said, prepared, self.carry_out, self.check, self._communicator)
+        return repeat(call, said, prepared, self.carry_out, self.check, self._communicator)
 
     def _together(self, call: Call) -> Run:
         """Return a function that reduces the tensors of a list as one."""
@@ -252,8 +252,8 @@ class Collectives:
         function, how, size = self._calls[row], plan.reduction, self._size
         last = () if root is None else (root,)
         if how is None:
-            bind = of_memory(BYTE, send.itemsize, last, recv is send)
-            return Prepared(function, described(call, bind, size, plan))
+            bind = arguments_on_buffers(BYTE, send.itemsize, last, recv is send)
+            return Prepared(function, describe_call(call, bind, size, plan))
         if how.multiplies:
             return None
         last = (how.op, *last)
@@ -262,9 +262,9 @@ class Collectives:
             last = (counts[0], *last)
         largest, encoding, wide, is_same = COUNT_MAX, how.encoding, how.wide or send.dtype, row.shape is Shape.SAME
         if encoding is None:
-            bind = of_memory(how.datatype, wide.itemsize, last, recv is send if how.in_memory else is_same)
+            bind = arguments_on_buffers(how.datatype, wide.itemsize, last, recv is send if how.in_memory else is_same)
         else:
-            bind = of_memory(how.datatype, encoding.sent.itemsize, last, is_same)
+            bind = arguments_on_buffers(how.datatype, encoding.sent.itemsize, last, is_same)
             bind = of_encoded(encoding, bind, is_same, self._encoded.of)
             function, largest = on_encoded(encoding, function), COPY_MAX
         is_written_by_torch = how.averages or how.wide is not None
@@ -273,7 +273,7 @@ class Collectives:
         divide = self._division(wide) if how.averages and recv is not None else None
         if how.wide is not None:
             return self._widened(call, function, bind, divide, wide, plan)
-        return Prepared(function, described(call, bind, size, plan, largest), divide)
+        return Prepared(function, describe_call(call, bind, size, plan, largest), divide)
 
     def _division(self, dtype: torch.dtype) -> Divide:
         """Return a function that divides a sum by the number of ranks; division by a tensor takes half the time."""
@@ -317,7 +317,7 @@ class Collectives:
         self.node.close(self._communicator.is_revoked() or self._communicator.left_by is not None)
 
 
-def of_memory(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_place: bool) -> Bind:
+def arguments_on_buffers(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_place: bool) -> Bind:
     """Return a function that makes the arguments of MPI's function; ``last`` are the final ones."""
     is_alone = datatype is BYTE and in_place  # MPI_Bcast has one buffer
 
@@ -334,7 +334,7 @@ def of_memory(datatype: MPI.Datatype, itemsize: int, last: tuple[Any, ...], in_p
     return bind
 
 
-def described(
+def describe_call(
     call: Call, bind: Bind, ranks: int, plan: Plan, largest: int = COUNT_MAX
 ) -> Callable[[Any], tuple[tuple[Any, ...] | None, int]]:
     """Return a function that makes MPI's arguments from the addresses of a call's tensors (``repetition.Prepared``).

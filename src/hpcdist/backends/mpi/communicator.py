@@ -21,8 +21,8 @@ from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.receives import PROBES, Receives
 from hpcdist.core.agreement import subgroups_differ
 from hpcdist.core.backend_parts import Faults
-from hpcdist.core.errors import DistBackendError, MismatchError, explained
-from hpcdist.core.ranks import listed
+from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 
@@ -37,7 +37,7 @@ def group_tag(name: str) -> int:
     return crc32(name.encode()) % TAGS
 
 
-def described(error: MPI.Exception) -> str:
+def describe_error(error: MPI.Exception) -> str:
     """Return MPI's text of an error, and an explanation if a message was longer than its buffer."""
     text = str(error.Get_error_string())
     if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -149,7 +149,7 @@ class Communicator(Faults):
         """
         if not ulfm.is_loss(error, self.comm):
             return DistBackendError(
-                f"{call} on rank {self.rank} of {self.size} failed in MPI: {described(error)} "
+                f"{call} on rank {self.rank} of {self.size} failed in MPI: {describe_error(error)} "
                 f"(class {error.Get_error_class()})"
             )
         return self._lost(call)
@@ -163,7 +163,7 @@ class Communicator(Faults):
         wait_until(self.failed, NEWS_SECONDS)
         dead = self.failed()
         who = (
-            f"{listed(dead)} of the group died"
+            f"{format_ranks(dead)} of the group died"
             if dead
             else "another rank gave the group up (timeout, lost process, revoke_process_group)"
         )
@@ -171,7 +171,7 @@ class Communicator(Faults):
             f"{call} on rank {self.rank} of {self.size} failed: "
             f"{who}; the group takes no more calls, shrink_group makes one without the lost ranks"
         )
-        return DistBackendError(explained(text, "lost-rank"))
+        return DistBackendError(add_hint(text, "lost-rank"))
 
     def check_in_step(self, call: str) -> None:
         """Raise for a call of several steps if this rank has revoked the communicator or left such a call.
@@ -186,7 +186,7 @@ class Communicator(Faults):
                 f"{call} on rank {self.rank} of {self.size} was not begun: {self.left_by} has ended an earlier call of "
                 f"this rank on the group in its middle, so the group's ranks are not in step; make a new group"
             )
-            raise DistBackendError(explained(text, "left-call"))
+            raise DistBackendError(add_hint(text, "left-call"))
 
     def check(self, call: str) -> None:
         """Raise if a collective has returned success although a rank has died (if ``is_checked``).
@@ -213,7 +213,7 @@ class Communicator(Faults):
             f"{status.Get_tag()}, the tensor has {nbytes:,}; expected one that is at least as large. Nothing was "
             "written past it, and the group can be used"
         )
-        return MismatchError(explained(text, "long-message"))
+        return MismatchError(add_hint(text, "long-message"))
 
     def failed_receive(self, call: str, error: MPI.Exception, status: MPI.Status, nbytes: int) -> Exception:
         if error.Get_error_class() == MPI.ERR_TRUNCATE:

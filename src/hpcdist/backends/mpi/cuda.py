@@ -23,7 +23,7 @@ from hpcdist.backends.mpi.datatypes import memory
 from hpcdist.backends.mpi.process.libraries import loaded_libraries
 from hpcdist.backends.mpi.process.runtime import short_name
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import overlap, put
+from hpcdist.core.buffers import copy_into, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.queue import Queue, in_modes_of_caller
 from hpcdist.core.table import Row
@@ -162,7 +162,7 @@ class StagedBackend(Backend):
     def _to_device(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy values to the device; then any stream may read them."""
         with self._cuda.device(tensor.device):
-            put(host, tensor)
+            copy_into(host, tensor)
             self._cuda.current_stream(tensor.device).synchronize()
 
     def _goes_directly(self, call: Call) -> bool:

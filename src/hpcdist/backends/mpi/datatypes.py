@@ -50,7 +50,7 @@ def array_on(memory: Any, count: int, dtype: Any, start: int = 0) -> Any:
     return np.ndarray(count, dtype, memory, start)
 
 
-def message(tensor: torch.Tensor) -> list[Any]:
+def send_buffer(tensor: torch.Tensor) -> list[Any]:
     """Return the bytes of a contiguous CPU tensor as the buffer of an MPI call, of any size."""
     nbytes = tensor.nbytes
     if nbytes <= COUNT_MAX and (place := tensor.data_ptr()) >= LOWEST_PLACE:
@@ -63,7 +63,7 @@ CUTS = MPI.get_vendor()[0] != "Open MPI"  # whether MPI cuts a message that is l
 _nowhere = MPI.buffer.allocate(1)  # for the extra byte of a message that should be empty
 
 
-def landing(tensor: torch.Tensor) -> list[Any]:
+def receive_buffer(tensor: torch.Tensor) -> list[Any]:
     """Return the memory of a contiguous CPU tensor as the buffer of a receive that writes nothing past it.
 
     Open MPI writes a too long message whole if the buffer is one contiguous run (``receives``). Here it is two runs
@@ -72,10 +72,10 @@ def landing(tensor: torch.Tensor) -> list[Any]:
     """
     nbytes = tensor.nbytes
     if CUTS:
-        return message(tensor)
+        return send_buffer(tensor)
     if (place := tensor.data_ptr()) < LOWEST_PLACE:
         check_memory(tensor)
-    return [address(place, nbytes), 2, folded(nbytes)] if nbytes else [_nowhere, 2, folded(1)]
+    return [address(place, nbytes), 2, folded_type(nbytes)] if nbytes else [_nowhere, 2, folded_type(1)]
 
 
 class Descriptions(dict[tuple[int, int], list[Any]]):
@@ -97,7 +97,7 @@ class Descriptions(dict[tuple[int, int], list[Any]]):
 
 
 @cache
-def folded(nbytes: int) -> MPI.Datatype:
+def folded_type(nbytes: int) -> MPI.Datatype:
     """Return a datatype whose second repetition begins where the first does (MPI 5.1.7); kept."""
     count, piece = run(nbytes)
     whole = piece.Create_contiguous(count)
@@ -128,9 +128,9 @@ def block(nbytes: int) -> MPI.Datatype:
 
 def starts_of(tensor: torch.Tensor | TensorList, sizes: Sequence[int]) -> list[int]:
     """Return the address of each share of these bytes: one after another in a tensor, or the tensors of a list."""
-    return tensor.addresses if isinstance(tensor, TensorList) else shifted(tensor.data_ptr(), sizes)
+    return tensor.addresses if isinstance(tensor, TensorList) else addresses_from(tensor.data_ptr(), sizes)
 
 
-def shifted(place: int, sizes: Sequence[int]) -> list[int]:
+def addresses_from(place: int, sizes: Sequence[int]) -> list[int]:
     """Return the address of each share of these bytes, one after another from a place on."""
     return list(accumulate(sizes[:-1], initial=place))

@@ -24,11 +24,11 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, run, shifted, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, addresses_from, run, starts_of
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import TensorList, do_overlap
 from hpcdist.core.errors import MismatchError
-from hpcdist.core.table import Counts, scaled
+from hpcdist.core.table import Counts, scale
 
 TAG = 1  # on the private duplicate, on which objects have tag 0
 COPY_MAX = 1 << 18  # bytes up to which a copy keeps the GIL, which saves 0.5 µs
@@ -56,7 +56,7 @@ class Exchange:
         if counts is None:
             sent, received = ([tensor.nbytes // size] * size for tensor in (send, recv))
         else:
-            sent, received = scaled(counts, send.itemsize)
+            sent, received = scale(counts, send.itemsize)
         sources, targets = starts_of(send, sent), starts_of(recv, received)
         ways = self._compare(sent, received) if is_new else []
         rank = self._rank
@@ -127,7 +127,7 @@ class Exchange:
                 count = count if all(are_lists) else count // size
                 sent = received = [count * itemsize] * size
             else:
-                sent, received = scaled(counts, itemsize)  # type: ignore[arg-type]  # there are some
+                sent, received = scale(counts, itemsize)  # type: ignore[arg-type]  # there are some
             count *= parts
             if (
                 0 in sent
@@ -139,7 +139,7 @@ class Exchange:
             if all(are_lists):
                 sources, targets = places[:size], places[size:]
             else:
-                sources, targets = shifted(places[0], sent), shifted(places[1], received)
+                sources, targets = addresses_from(places[0], sent), addresses_from(places[1], received)
             ordered = sorted((*sources, *targets))
             are_apart = is_even and min(map(sub, ordered[1:], ordered)) >= sent[0]  # the usual case
             if not are_apart and do_overlap(zip(sources, sent, strict=True), zip(targets, received, strict=True)):

@@ -25,11 +25,11 @@ from hpcdist.backends.mpi import parts
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
-from hpcdist.backends.mpi.node.call_board import GATHERS, OBJECTS, ROOT, what
-from hpcdist.core.objects import TAG, Objects, packed, packed_list, unpacked
+from hpcdist.backends.mpi.node.call_board import GATHERS, OBJECTS, ROOT, kind_word
+from hpcdist.core.objects import TAG, Objects, pack, pack_list, unpack
 
 LARGEST_SLOT = 4096  # bytes
-SAID = {name: what(name) for name in OBJECTS}
+SAID = {name: kind_word(name) for name in OBJECTS}
 _head = struct.Struct("<xq")  # no pickle begins with a zero; then the bytes that the object needs, or 0
 _loads = pickle.loads
 
@@ -81,7 +81,7 @@ class MPIObjects(Objects):
     def _all_gather_object(self, value: Any, code: int, weights_only: bool) -> list[Any]:
         call = GATHERS[code]
         self._communicator.check_in_step(call)
-        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
+        data, apart, failure = pack(value, self._rank, weights_only=weights_only)
         is_in_slot = not (apart or failure or weights_only)
         try:
             slots, received = self._gather_slots(data, is_in_slot)
@@ -118,10 +118,10 @@ class MPIObjects(Objects):
         with self._communicator.in_step(call):
             received = parts.deliver(self._communicator.open_private(), given, sources)
         self._check(call, failure)
-        return [unpacked(*each, weights_only=weights_only) for each in received]
+        return [unpack(*each, weights_only=weights_only) for each in received]
 
     def _gather_object(self, value: Any, root: int, weights_only: bool) -> list[Any] | None:
-        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
+        data, apart, failure = pack(value, self._rank, weights_only=weights_only)
         sources = range(self._size if self._rank == root else 0)
         gathered = self._deliver("gather_object", {root: [data, *apart]}, sources, failure, weights_only)
         return gathered if self._rank == root else None
@@ -129,17 +129,17 @@ class MPIObjects(Objects):
     def _broadcast_object(self, value: Any, root: int, weights_only: bool) -> Any:
         given, failure = None, None
         if self._rank == root:
-            data, apart, failure = packed(value, root, weights_only=weights_only)
+            data, apart, failure = pack(value, root, weights_only=weights_only)
             given = [data, *apart]
         with self._communicator.in_step("broadcast_object"):
             received = parts.broadcast(self._communicator.open_private(), given, root)
         self._check("broadcast_object", failure)
-        return value if self._rank == root else unpacked(*received, weights_only=weights_only)
+        return value if self._rank == root else unpack(*received, weights_only=weights_only)
 
     def _scatter_object(self, values: list[Any] | None, root: int, weights_only: bool) -> Any:
         given, failure = {}, None
         if self._rank == root and values is not None:
-            each_packed, failure = packed_list(values, root, weights_only=weights_only)
+            each_packed, failure = pack_list(values, root, weights_only=weights_only)
             given = {dst: [data, *apart] for dst, (data, apart) in enumerate(each_packed)}
         return self._deliver("scatter_object", given, [root], failure, weights_only)[0]
 
@@ -150,7 +150,7 @@ class MPIObjects(Objects):
             raise failure
 
     def send(self, value: Any, dst: int, weights_only: bool = False) -> None:
-        data, apart, failure = packed(value, self._rank, weights_only=weights_only)
+        data, apart, failure = pack(value, self._rank, weights_only=weights_only)
         if failure is not None:
             raise failure
         with self._communicator.translating("send_object"), self._sending:
@@ -159,4 +159,4 @@ class MPIObjects(Objects):
     def recv(self, src: int | None, weights_only: bool = False) -> tuple[Any, int]:
         with self._communicator.translating("recv_object"), self._receiving:
             received, sender = parts.receive(self._communicator.match, src, TAG)
-        return unpacked(*received, weights_only=weights_only), sender
+        return unpack(*received, weights_only=weights_only), sender

@@ -18,7 +18,7 @@ Parts = Sequence[Any]  # buffers, each of any number of bytes
 HEAD = 16  # numbers in the head of a broadcast: the number of parts, and the lengths of the first ones
 
 
-def of(part: Any) -> list[Any]:
+def as_buffer(part: Any) -> list[Any]:
     """Return a part as a buffer for MPI."""
     view = memoryview(part)
     return [view, *run(view.nbytes)]
@@ -40,14 +40,14 @@ def broadcast(comm: MPI.Intracomm, parts: Parts | None, root: int) -> Parts:
         comm.Bcast((lengths, BYTE), root)
     made = list(map(MPI.buffer.allocate, lengths)) if parts is None else parts
     for part in made:
-        comm.Bcast(of(part), root)
+        comm.Bcast(as_buffer(part), root)
     return made
 
 
 def send(begin: Callable[..., Any], parts: Parts, dst: int, tag: int) -> list[Any]:
     """Send parts by a communicator's Send or Isend; return its results, and the table that must live as long."""
     table = lengths_of(parts)
-    return [begin((table, BYTE), dst, tag), *(begin(of(part), dst, tag) for part in parts), table]
+    return [begin((table, BYTE), dst, tag), *(begin(as_buffer(part), dst, tag) for part in parts), table]
 
 
 def probe(comm: MPI.Intracomm, src: int, tag: int) -> tuple[MPI.Message, MPI.Status]:
@@ -62,7 +62,7 @@ def receive(match: Callable[..., tuple[MPI.Message, MPI.Status]], src: int | Non
     message.Recv((table, BYTE))
     parts = list(map(MPI.buffer.allocate, table))
     for part in parts:
-        match(sender, tag)[0].Recv(of(part))
+        match(sender, tag)[0].Recv(as_buffer(part))
     return parts, sender
 
 

@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi.node.call_board import what
+from hpcdist.backends.mpi.node.call_board import kind_word
 from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
@@ -56,7 +56,7 @@ class Plans:
             check_factor(row, dtype, op)
             return found
         reduction = plan(row, dtype, op) if row.reduces else None
-        made = Plan((row, dtype, PREMUL_SUM if has_factor else op), reduction, what(row.name, dtype, op), NEVER)
+        made = Plan((row, dtype, PREMUL_SUM if has_factor else op), reduction, kind_word(row.name, dtype, op), NEVER)
         # only the members of RedOpType live forever; the address of any other object may be used again
         if op is None or (op.__class__ is RedOpType and op is getattr(RedOpType, op.name)):
             made.shared_from = self._shared_from(*made.kind)

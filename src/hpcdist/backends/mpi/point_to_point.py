@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator, Token
-from hpcdist.backends.mpi.datatypes import BYTE, CUTS, Descriptions, landing, message
+from hpcdist.backends.mpi.datatypes import BYTE, CUTS, Descriptions, receive_buffer, send_buffer
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.receives import ANYONE, LARGE, MatchedReceive
@@ -32,7 +32,7 @@ class PointToPoint:
         self._begun = partial(RequestWork, communicator)
         self.between = partial(MessageSet, communicator, self._begun)
         self._comm = communicator.comm
-        self._sent, self._received = Descriptions(message), Descriptions(landing)
+        self._sent, self._received = Descriptions(send_buffer), Descriptions(receive_buffer)
         PROGRESS.follow(communicator)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
@@ -117,9 +117,9 @@ class MessageSet:
         self._receives = []
         for tensor, peer in recvs:
             nbytes = tensor.nbytes
-            buffer = landing(tensor) if CUTS or nbytes <= LARGE else None  # else it may need a matched receive
+            buffer = receive_buffer(tensor) if CUTS or nbytes <= LARGE else None  # else it may need a matched receive
             self._receives.append((tensor, buffer, nbytes, peer, tensor.shape, tensor.dtype))
-        self._sends = [(tensor, message(tensor), peer, tensor.shape, tensor.dtype) for tensor, peer in sends]
+        self._sends = [(tensor, send_buffer(tensor), peer, tensor.shape, tensor.dtype) for tensor, peer in sends]
 
     def __call__(self, journal: Journal) -> None:
         """Exchange the messages."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcdist.backends.mpi.datatypes import BYTE, CUTS, landing, message, run
+from hpcdist.backends.mpi.datatypes import BYTE, CUTS, receive_buffer, run, send_buffer
 from hpcdist.backends.mpi.process import ulfm
 from hpcdist.core.waiting import wait_until
 
@@ -53,7 +53,7 @@ class MatchedReceive:
         """Begin to receive a matched message, into other memory if it is too long, so that its sender goes on."""
         if self.tensor is not None:
             length = self.status.Get_elements(BYTE)
-            buffer = message(self.tensor)
+            buffer = send_buffer(self.tensor)
             if length > self.tensor.nbytes:
                 self._spare = MPI.buffer.allocate(length)
                 buffer = [self._spare, *run(length)]
@@ -110,7 +110,7 @@ class Receives:
         if is_posted or not (blocks or self._has_threads):
             with self._lock:
                 if not any(each.takes(source, tag) for each in self.waiting):
-                    return self._comm.Irecv(landing(tensor), source, tag)
+                    return self._comm.Irecv(receive_buffer(tensor), source, tag)
         return self._add(tensor, source, tag)
 
     def expect(self, src: int | None, tag: int) -> MatchedReceive:

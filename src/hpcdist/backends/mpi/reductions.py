@@ -21,7 +21,7 @@ from hpcdist.core.reduction import SIGNED
 from hpcdist.core.table import Row
 
 VENDOR, VERSION = MPI.get_vendor()
-# by the name of torch's op (``core.reduction.combining``)
+# by the name of torch's op (``core.reduction.combining_op``)
 MPI_OPS = {
     "SUM": MPI.SUM,
     "PRODUCT": MPI.PROD,
@@ -52,7 +52,7 @@ LOGICAL_OPS = {"BAND": MPI.LAND, "BOR": MPI.LOR, "BXOR": MPI.LXOR}  # MPI has no
 
 def wide(dtype: torch.dtype, name: str) -> torch.dtype | None:
     """Return the dtype in which MPI combines values by an op, given by name, if it is not their own."""
-    if dtype in NARROW and reduction.combining(dtype, name) == "SUM" and VENDOR == "Open MPI":
+    if dtype in NARROW and reduction.combining_op(dtype, name) == "SUM" and VENDOR == "Open MPI":
         return torch.int32  # it wraps, and its lowest bits are those of the narrow sum
     return SIGNED[dtype] if is_compared_as_signed(dtype, name) else reduction.WIDE.get(dtype)
 
@@ -136,7 +136,7 @@ def array_of(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Any:
 def mpi_op(dtype: torch.dtype, name: str) -> MPI.Op:
     """Return MPI's op for values of a dtype and torch's op, given by name."""
     ops = LOGICAL_OPS if dtype is torch.bool else MPI_OPS
-    return ops[reduction.combining(dtype, name)]
+    return ops[reduction.combining_op(dtype, name)]
 
 
 class Reduction(NamedTuple):

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import PLACES_KEPT
-from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counted, size_of, with_root, with_size
+from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counts_of, size_of, with_root, with_size
 from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of
@@ -33,8 +33,8 @@ class Prepared(NamedTuple):
     """The function that carries a call out, and how to make its arguments."""
 
     function: Callable[..., Any]  # a method of mpi4py, or a function of ours
-    # makes its arguments from the addresses of the call's tensors (``where``), with the elements of a rank's share;
-    # returns None if these need the general way, such as tensors that share memory. None for a barrier
+    # makes its arguments from the addresses of the call's tensors (``addresses_of``), with the elements of a rank's
+    # share; returns None if these need the general way, such as tensors that share memory. None for a barrier
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
     follow: Callable[..., Any] | None = None  # a step on the output after the call
     # whether the function works on kept copies. ``describe`` then takes the shape of the input, and returns the input's
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     is_copied: bool = False
 
 
-def where(call: Call) -> Callable[[Any, Any], Any] | None:
+def addresses_of(call: Call) -> Callable[[Any, Any], Any] | None:
     """Return a function that returns the elements of a call's first tensor and the tensors' addresses, in order.
 
     Of a tensor and a list, the tensor is first. None for two tensors, or one.
@@ -68,7 +68,7 @@ def run_again(call: Call, run: Callable[[Call], None]) -> Run:
     return again
 
 
-def repeated(
+def repeat(
     call: Call,
     said: int,
     prepared: Prepared,
@@ -78,7 +78,7 @@ def repeated(
 ) -> Run:
     """Return a function that runs a collective again, checked; ``said`` is its word without root (``call_check``)."""
     function, describe, follow, is_copied = prepared
-    name, failure, places_of = call.row.name, communicator.failure, where(call)
+    name, failure, places_of = call.row.name, communicator.failure, addresses_of(call)
     is_one = call.recv is call.send or call.recv is None
     fixed = size_of(call, communicator.rank, communicator.size)
     first = with_root(said, call)
@@ -86,7 +86,7 @@ def repeated(
     known: dict[Any, tuple[tuple[Any, ...], int, int]] = {None: ((None, None), fixed, with_size(first, fixed))}
     last_size = -1
     board = None if check is None else check.board
-    counts = None if 0 <= fixed < COUNTED else counted(call)
+    counts = None if 0 <= fixed < COUNTED else counts_of(call)
     is_checked = board is not None and counts is None
     checks: Any = check
     log = None if check is None else check.log

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PLACES_KEPT, address, shifted, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PLACES_KEPT, address, addresses_from, starts_of
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.repetition import Prepared
 from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
@@ -63,7 +63,7 @@ class Vectors:
         if not nbytes:
             return torch.empty(0, dtype=dtype, device="cpu")
         memory = self._all.of(nbytes)
-        copy(shifted(memory.address, tensors.sizes), tensors.addresses, tensors.sizes)
+        copy(addresses_from(memory.address, tensors.sizes), tensors.addresses, tensors.sizes)
         return torch.frombuffer(memory, dtype=dtype, count=tensors.numel())
 
     def flattener(self, dtype: torch.dtype) -> Callable[[list[torch.Tensor], int], torch.Tensor]:
@@ -113,13 +113,13 @@ class Vectors:
             shares: Any = None
             if each is not None:
                 if not is_list:
-                    addresses = shifted(addresses[0], sizes or [nbytes] * size)
+                    addresses = addresses_from(addresses[0], sizes or [nbytes] * size)
                 if sizes is None:
                     shares = even_shares(addresses, nbytes, own, unit, datatype)
                 elif are_apart(addresses, sizes, own, nbytes) and (
                     not is_list or (0 not in sizes and can_be_displaced(addresses, sizes, unit, False))
                 ):
-                    shares = described(addresses, sizes, unit, datatype)
+                    shares = describe_shares(addresses, sizes, unit, datatype)
                 if shares is None:
                     return None, count
             with_one = address(own, nbytes), count, datatype
@@ -149,11 +149,11 @@ class Vectors:
             unit = itemsize // 2 if one.dtype.is_complex else itemsize
             places = addresses
             if each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
-                places = shifted(self._all.of(total).address, sizes)
+                places = addresses_from(self._all.of(total).address, sizes)
                 if is_read:
                     copy(places, addresses, sizes)
             with_one = own, nbytes // unit, UNITS[unit]
-            shares = None if places is None else described(places, sizes, unit, UNITS[unit])
+            shares = None if places is None else describe_shares(places, sizes, unit, UNITS[unit])
             last = () if root is None else (root,)
             getattr(self._comm, row.mpi)(*((shares, with_one) if is_read else (with_one, shares)), *last)
             if places is not addresses and not is_read:
@@ -173,7 +173,7 @@ class Vectors:
             self._exchange.send_each([own] * self._size, ones, places, lengths)
 
 
-def described(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
+def describe_shares(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
     """Return shares as the buffer of a vector call."""
     low = min(addresses)
     span = max(map(add, addresses, sizes)) - low

@@ -31,7 +31,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, message, run
+from hpcdist.backends.mpi.datatypes import DATATYPES, PIECE, address, memory, run, send_buffer
 from hpcdist.backends.mpi.node.places import locate
 from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPINS, stall
 from hpcdist.backends.mpi.progress import PROGRESS
@@ -40,7 +40,7 @@ from hpcdist.core import reduction
 from hpcdist.core.backend_parts import RemoteMemory, Windows
 from hpcdist.core.errors import DistBackendError, MismatchError, end_all
 from hpcdist.core.objects import Objects
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.ranks import format_ranks, ranks_by_value
 from hpcdist.core.table import ALL_REDUCE
 
 SIGNAL_BYTES = 8
@@ -55,7 +55,7 @@ MAKING = threading.Lock()  # held while a window is made
 
 
 @contextmanager
-def alone(comm: MPI.Intracomm) -> Iterator[None]:
+def exclusively(comm: MPI.Intracomm) -> Iterator[None]:
     """Context in which no other thread of the ranks' processes makes a window; every rank of the communicator calls.
 
     In Open MPI 5.0.11 each creation of a window starts and ends UCX, without a lock: two threads that make windows for
@@ -100,7 +100,7 @@ class MPIWindow(RemoteMemory):
         own = self._begin + (sizes[rank] if tensor is None else 0)
         # each segment on pages of its own: first touch by the owner places it in the owner's NUMA domain
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        with alone(places.node):
+        with exclusively(places.node):
             shared = MPI.Win.Allocate_shared(own, 1, info, places.node)
         info.Free()
         self._windows = [shared]
@@ -117,7 +117,7 @@ class MPIWindow(RemoteMemory):
         self._group = shared
         if places.nodes > 1:
             place = segments[peers.index(rank)].ctypes.data  # the array itself would be in use as long as the window is
-            with alone(communicator.comm):
+            with exclusively(communicator.comm):
                 self._group = MPI.Win.Create(address(place, own), 1, comm=communicator.comm)
             self._windows.append(self._group)
         self._mapped: dict[int, torch.Tensor] = {}
@@ -128,7 +128,7 @@ class MPIWindow(RemoteMemory):
             self.own = self._mapped[rank].zero_()
         else:
             self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
-            with alone(communicator.comm):
+            with exclusively(communicator.comm):
                 self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
             self._windows.append(self._data)
         self._is_rdma = VENDOR == "Open MPI" and self._data is not shared
@@ -159,7 +159,7 @@ class MPIWindow(RemoteMemory):
             memmove(base + offset, tensor.data_ptr(), tensor.nbytes)
             return
         with self._during("Window.put", dst), self._communicator.translating("Window.put"):
-            self._data.Put(message(tensor), dst, (self._start + offset, *run(tensor.nbytes)))
+            self._data.Put(send_buffer(tensor), dst, (self._start + offset, *run(tensor.nbytes)))
             self._data.Flush(dst)
 
     def get(self, tensor: torch.Tensor, src: int, offset: int) -> None:
@@ -170,7 +170,7 @@ class MPIWindow(RemoteMemory):
             memmove(tensor.data_ptr(), base + offset, tensor.nbytes)
             return
         with self._during("Window.get", src), self._communicator.translating("Window.get"):
-            self._data.Get(message(tensor), src, (self._start + offset, *run(tensor.nbytes)))
+            self._data.Get(send_buffer(tensor), src, (self._start + offset, *run(tensor.nbytes)))
             self._data.Flush(src)
 
     def accumulate(self, tensor: torch.Tensor, dst: int, offset: int, op: Any) -> None:
@@ -313,8 +313,8 @@ class MPIWindows(Windows):
     def meet(self, window: MPIWindow) -> None:
         """Raise if another rank makes another call than the close of this window."""
         numbers = self._objects.all_gather(window.number, call="Window.close")
-        if len(ranks := by_value(numbers)) > 1:
-            ways = "; ".join(f"{listed(those)} number {each + 1}" for each, those in ranks.items())
+        if len(ranks := ranks_by_value(numbers)) > 1:
+            ways = "; ".join(f"{format_ranks(those)} number {each + 1}" for each, those in ranks.items())
             raise MismatchError(
                 f"Window.close: ranks close different windows of the group, counted as they were made: {ways}; "
                 "expected one order on all ranks. They are still open"

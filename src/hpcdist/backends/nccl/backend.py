@@ -24,7 +24,7 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.objects import TensorObjects
-from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row, scaled
+from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row, scale
 from hpcdist.core.work import Work
 
 ALONE = "NCCL carries a message to oneself only together with its receive: use batch_isend_irecv"
@@ -239,7 +239,7 @@ class NCCLBackend(Backend):
             if given.numel() == 0:
                 return nothing
         elif not is_known:
-            counts = scaled(counts, given.itemsize)
+            counts = scale(counts, given.itemsize)
         datatype = self._types[dtype if is_known else torch.uint8]
         return partial(function, link.where, send, recv, datatype, number, root, counts)
 

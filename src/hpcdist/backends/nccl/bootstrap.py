@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from hpcdist.backends.nccl.library import Library
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.ranks import by_value
+from hpcdist.core.ranks import ranks_by_value
 from hpcdist.launch import devices, environment
 
 RANKS_PER_ROOT = 128
@@ -144,7 +144,7 @@ def check_shared(
     """Raise if two ranks use one GPU, given node, identity and name of each rank's."""
     if devices.may_share(given):
         return
-    for (node, identity), ranks in by_value((node, identity) for node, identity, _ in used).items():
+    for (node, identity), ranks in ranks_by_value((node, identity) for node, identity, _ in used).items():
         if len(ranks) > 1:
             raise DistBackendError(
                 f"ranks {ranks} of the group use one GPU: {used[ranks[0]][2]} ({identity}) on {node}. NCCL wants one "
@@ -171,7 +171,7 @@ def choose_device(comm: Any) -> None:
     """
     chosen = torch.cuda.is_initialized()
     try:
-        device = devices.mine(comm)
+        device = devices.choose_gpu(comm)
     except DistBackendError:
         return
     if not chosen and torch.cuda.device_count() > 1:

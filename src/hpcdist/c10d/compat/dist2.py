@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 
-from hpcdist.c10d.lifecycle import find_peers, limited, watch
+from hpcdist.c10d.lifecycle import find_peers, limit_start, watch
 from hpcdist.core import factory, registry
 from hpcdist.core.backend import Bootstrap
 from hpcdist.core.process_group import ProcessGroup
@@ -94,12 +94,12 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
     carried = DEVICES[backend]
     if where.type not in carried:
         raise ValueError(f"backend {backend!r} carries {carried}; got device {where}")
-    with limited({where.type: backend}, kwargs.get("comm"), timeout):
+    with limit_start({where.type: backend}, kwargs.get("comm"), timeout):
         if backend in ("gloo", "nccl"):
             store, rank, size = meet(timeout)
             bootstrap = Bootstrap(rank, size, timeout, store=store)
         else:
-            launch = None if backend == "loopback" else decision.launched()
+            launch = None if backend == "loopback" else decision.find_launch()
             bootstrap = find_peers({where.type: backend}, launch, None, None, -1, -1, kwargs.get("comm"), timeout)
         bootstrap = bootstrap._replace(device_id=where if where.index is not None else None)
         made = registry.connect(backend, bootstrap)
@@ -116,7 +116,7 @@ def new_group(backend: str, timeout: timedelta, device: str | torch.device, **kw
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return a store that no other group uses, this process's rank, and the number of processes."""
-    store, rank, size = rendezvous.find(decision.launched(), None, None, -1, -1, timeout)
+    store, rank, size = rendezvous.find(decision.find_launch(), None, None, -1, -1, timeout)
     return PrefixStore(f"dist2:{next(COUNT)}", store), rank, size
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hpcdist.backends.mpi.node.thresholds import number_of_bytes
 from hpcdist.cli.bench import plots, report
-from hpcdist.cli.bench.timing import opened
+from hpcdist.cli.bench.timing import open_bench
 from hpcdist.cli.job_arguments import JobParser, count, file, positive
 
 # subject -> the module with ``measure(bench)``
@@ -86,7 +86,7 @@ def run(args: list[str]) -> int:
     if is_cuda and (lacks := module.missing()) is not None:
         made.error(lacks)
     start = "start bench by a launcher of MPI: mpirun -n 2 python -m hpcdist bench"
-    with opened(options, made, start, "cpu:mpi,cuda:nccl" if is_cuda else None) as bench:
+    with open_bench(options, made, start, "cpu:mpi,cuda:nccl" if is_cuda else None) as bench:
         if options.explain:
             report.explain(bench)
             return 0

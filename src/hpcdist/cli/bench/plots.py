@@ -18,7 +18,7 @@ import hpcdist as dist
 from hpcdist.cli import web_page
 from hpcdist.cli.bench import report
 from hpcdist.cli.bench.timing import Bench, Figure
-from hpcdist.core.printing import sized, timed, unit_of
+from hpcdist.core.printing import format_size, format_time, unit_of
 
 MISSING = "--html needs matplotlib: pip install 'hpcdist[plot]'"
 SIDES = [name for name in web_page.COLORS if name.startswith("side")]
@@ -95,16 +95,16 @@ def draw_lines(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tu
     axes.grid(linewidth=0.6)
     sizes = sorted({each.nbytes for points in by_side.values() for each in points})
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
-    axes.set_xticks(shown, [sized(size) for size in shown])
+    axes.set_xticks(shown, [format_size(size) for size in shown])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: timed(value / 1e6))
+    axes.yaxis.set_major_formatter(lambda value, _: format_time(value / 1e6))
     axes.figure.legend(loc="outside upper left", ncols=4, columnspacing=1.2, handletextpad=0.4)
 
 
 def draw_bars(axes: Any, by_side: dict[str, list[Figure]], styles: dict[str, tuple[str, str]]) -> None:
     medians = [points[0].median for points in by_side.values()]
     bars = axes.barh(list(by_side), medians, color=[styles[side][0] for side in by_side], height=0.7)
-    axes.bar_label(bars, [timed(median / 1e6) for median in medians], padding=4)
+    axes.bar_label(bars, [format_time(median / 1e6) for median in medians], padding=4)
     only_bars(axes)
 
 
@@ -130,13 +130,13 @@ def parts(figures: list[Figure]) -> list[str]:
 
 def table(figures: list[Figure]) -> str:
     """Return the table beside a plot, with the rows of one call."""
-    sides, rivals, rows = report.compared(figures, cell, ".3g")
+    sides, rivals, rows = report.comparison(figures, cell, ".3g")
     return web_page.table(["size", *sides, *(f"of {side}" for side in rivals)], (row[2:] for row in rows))
 
 
 def cell(figure: Figure) -> str:
     unit = unit_of(figure.median / 1e6)[0] * 1e6
-    return f"{timed(figure.median / 1e6)}<br><small>{figure.low / unit:.3g}–{figure.high / unit:.3g}</small>"
+    return f"{format_time(figure.median / 1e6)}<br><small>{figure.low / unit:.3g}–{figure.high / unit:.3g}</small>"
 
 
 def write(bench: Bench) -> None:

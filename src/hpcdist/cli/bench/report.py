@@ -19,7 +19,7 @@ import hpcdist as dist
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.backends.nccl import library
 from hpcdist.cli.bench.timing import Bench, Figure
-from hpcdist.core.printing import sized
+from hpcdist.core.printing import format_size
 from hpcdist.launch.topology import processor
 
 OURS = "hpcdist"
@@ -47,7 +47,7 @@ def by_call(figures: list[Figure]) -> dict[tuple[str, str, int], dict[str, Figur
     return calls
 
 
-def compared(
+def comparison(
     figures: list[Figure], cell: Callable[[Figure], str], digits: str
 ) -> tuple[list[str], list[str], list[list[str]]]:
     """Return figures as a table: the sides, hpcdist's rivals, and a row for each call.
@@ -62,18 +62,18 @@ def compared(
         cells = [cell(found[side]) if side in found else "" for side in sides]
         pairs = ((found.get(OURS), found.get(rival)) for rival in rivals)
         ratios = [format(ours.median / other.median, digits) if ours and other else "" for ours, other in pairs]
-        rows.append([what, dtype, sized(nbytes) if nbytes else "", *cells, *ratios])
+        rows.append([what, dtype, format_size(nbytes) if nbytes else "", *cells, *ratios])
     return sides, rivals, rows
 
 
 def cell(figure: Figure) -> str:
     """Write a time and its spread, and the bytes of a call from the node that sent most, if they were counted."""
     text = f"{microseconds(figure.median)} ({microseconds(figure.low)}–{microseconds(figure.high)})"
-    return f"{text}\n{sized(figure.wire)} sent" if figure.wire >= 1 else text
+    return f"{text}\n{format_size(figure.wire)} sent" if figure.wire >= 1 else text
 
 
 def table(bench: Bench) -> Table:
-    sides, rivals, rows = compared(bench.figures, cell, ".2f")
+    sides, rivals, rows = comparison(bench.figures, cell, ".2f")
     nodes, sent = (
         ("", "") if bench.wire.nodes == 1 else (f"{bench.wire.nodes} nodes, ", "; what the node sent that sent most")
     )
@@ -87,7 +87,7 @@ def table(bench: Bench) -> Table:
 
 
 def least(nbytes: int) -> str:
-    return "never" if nbytes == threshold_file.NEVER else f"from {sized(nbytes)}"
+    return "never" if nbytes == threshold_file.NEVER else f"from {format_size(nbytes)}"
 
 
 def explain(bench: Bench) -> None:

@@ -162,7 +162,7 @@ class Bench:
 
 
 @contextmanager
-def opened(
+def open_bench(
     options: argparse.Namespace, parser: argparse.ArgumentParser, start: str, backend: str | None = None
 ) -> Iterator[Bench]:
     """Make the bench of a command, on the default group or on one of a ``backend`` that ends with it.

@@ -12,7 +12,7 @@ import torch
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.cli.doctor.mpi_library import output_of
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.ranks import format_ranks, ranks_by_value
 from hpcdist.launch import devices, environment
 
 TITLE = "GPUs"
@@ -42,7 +42,7 @@ def look() -> Facts:
 def own() -> int:
     """Return the GPU that NCCL's groups choose for this rank, or else the current one."""
     with suppress(DistBackendError):
-        return devices.mine().index
+        return devices.choose_gpu().index
     return torch.cuda.current_device()
 
 
@@ -79,16 +79,16 @@ def judge_gpus(seen: list[Facts]) -> Iterator[Finding]:
         yield Finding(OK, f"{first['count']} × {line}")
     wrong = [rank for rank, facts in enumerate(seen) if facts["computed"] not in ("works", None)]
     if wrong:
-        text = f"the GPU does not compute on {listed(wrong)}: {seen[wrong[0]]['computed']}"
+        text = f"the GPU does not compute on {format_ranks(wrong)}: {seen[wrong[0]]['computed']}"
         yield Finding(PROBLEM, text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT   # and tell the site's administrator")
     without = [rank for rank, facts in enumerate(seen) if facts["count"] == 0]
     if without:
-        yield Finding(PROBLEM, f"no GPU on {listed(without)}", "sbatch --gpus-per-node=N …")
-    users = by_value(None if facts["index"] is None else (facts["node"], facts["uuid"]) for facts in seen)
+        yield Finding(PROBLEM, f"no GPU on {format_ranks(without)}", "sbatch --gpus-per-node=N …")
+    users = ranks_by_value(None if facts["index"] is None else (facts["node"], facts["uuid"]) for facts in seen)
     users.pop(None, None)
     shared = next((those for those in users.values() if len(those) > 1), None)
     if shared is not None:
-        text = f"{listed(shared)} share one GPU, which NCCL does not allow"
+        text = f"{format_ranks(shared)} share one GPU, which NCCL does not allow"
         yield Finding(ADVICE, text, "sbatch --ntasks-per-node=GPUS --gpus-per-node=GPUS …")
     elif users:
         yield Finding(OK, "each rank has its own GPU, which computes")

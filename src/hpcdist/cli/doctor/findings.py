@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from hpcdist.core.ranks import by_value, listed
+from hpcdist.core.ranks import format_ranks, ranks_by_value
 
 Facts = dict[str, Any]  # the facts of one rank
 
@@ -22,5 +22,9 @@ class Finding(NamedTuple):
 
 def differing(values: Iterable[str | None]) -> str:
     """Return the ranks of each value as text; empty if all have the same."""
-    seen = by_value(values)
-    return "; ".join(f"{value or 'none'} on {listed(those)}" for value, those in seen.items()) if len(seen) > 1 else ""
+    seen = ranks_by_value(values)
+    return (
+        "; ".join(f"{value or 'none'} on {format_ranks(those)}" for value, those in seen.items())
+        if len(seen) > 1
+        else ""
+    )

@@ -12,8 +12,8 @@ import torch
 from hpcdist.backends.mpi.node import threshold_file, thresholds
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
 from hpcdist.core import memory_file
-from hpcdist.core.printing import sized
-from hpcdist.core.ranks import plural
+from hpcdist.core.printing import format_size
+from hpcdist.core.ranks import format_count
 from hpcdist.launch import environment, topology
 
 TITLE = "Memory shared within a node"
@@ -24,7 +24,7 @@ def look(comm: Any) -> Facts:
     found = threshold_file.find()
     setting, file, error = ("", "", str(found)) if isinstance(found, ValueError) else (*found[:2], "")
     facts: Facts = {
-        "free": memory_file.free(),
+        "free": memory_file.free_bytes(),
         "locked": locked_limit(),
         "processor": topology.processor(),
         "thresholds": {
@@ -75,18 +75,20 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
             ADVICE, "there is no /dev/shm: MPI will use files or sockets instead", "mount -t tmpfs shm /dev/shm"
         )
     elif free_bytes < NEED * most and tried != {"works"}:
-        text = f"/dev/shm has {sized(free_bytes)} free, but {most} ranks a node need {sized(NEED * most)}"
+        text = f"/dev/shm has {format_size(free_bytes)} free, but {most} ranks a node need {format_size(NEED * most)}"
         remedy = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
         yield Finding(PROBLEM, text, remedy)
     else:
-        yield Finding(OK, f"/dev/shm has {sized(free_bytes)} free on the fullest node")
+        yield Finding(OK, f"/dev/shm has {format_size(free_bytes)} free on the fullest node")
         for text in failed:
             yield Finding(PROBLEM, f"shared memory: {text}", "df -h /dev/shm; ls -l /dev/shm")
     if not failed and "works" in tried:
-        yield Finding(OK, f"{plural(most, 'rank')} a node wrote and read {sized(NEED)} of shared memory each")
+        yield Finding(
+            OK, f"{format_count(most, 'rank')} a node wrote and read {format_size(NEED)} of shared memory each"
+        )
     yield judge_thresholds(seen[0], most)
     if locked := [facts["locked"] for facts in seen if facts["locked"] is not None]:
-        text = f"only {sized(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited"
+        text = f"only {format_size(min(locked))} of memory may be locked; InfiniBand needs this to be unlimited"
         yield Finding(ADVICE, text, "ulimit -l unlimited   # or: PropagateResourceLimitsExcept=MEMLOCK in slurm.conf")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpcdist.backends.mpi.process import libraries, runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding, differing
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.ranks import plural
+from hpcdist.core.ranks import format_count
 from hpcdist.launch import environment
 
 TITLE = "MPI: library and launcher"
@@ -213,7 +213,7 @@ def judge_launcher(facts: Facts) -> Iterator[Finding]:
         yield Finding(OK, f"{mpirun} started 2 ranks in one MPI world")
         if dead := facts["dead_sessions"]:
             text = (
-                f"killed mpiruns left {plural(len(dead), 'session folder')}; an mpirun that gets the same "
+                f"killed mpiruns left {format_count(len(dead), 'session folder')}; an mpirun that gets the same "
                 'process id fails with "The PMIx server\'s listener thread failed to start"'
             )
             yield Finding(ADVICE, text, f"rm -r {' '.join(dead[:4])}{' …' if len(dead) > 4 else ''}")

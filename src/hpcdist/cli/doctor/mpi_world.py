@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.backends.mpi.process import open_mpi, runtime
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.ranks import listed, plural
+from hpcdist.core.ranks import format_count, format_ranks
 
 TITLE = "MPI: what it can do"
 
@@ -61,11 +61,11 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     if first["world"] is None:
         yield Finding(NOTE, "not tried: this job has no MPI world")
         return
-    yield Finding(OK, f"MPI_COMM_WORLD has {plural(first['world'], 'rank')}")
+    yield Finding(OK, f"MPI_COMM_WORLD has {format_count(first['world'], 'rank')}")
     low = [rank for rank, facts in enumerate(seen) if facts["thread_level"] != "MULTIPLE"]
     if low:
         level = seen[low[0]]["thread_level"]
-        text = f"MPI gave thread level {level} on {listed(low)}; async_op=True needs MULTIPLE"
+        text = f"MPI gave thread level {level} on {format_ranks(low)}; async_op=True needs MULTIPLE"
         fix = "start MPI with MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level = 'multiple'), or use a build that has it"
         yield Finding(PROBLEM, text, fix)
     else:

@@ -66,7 +66,7 @@ def look() -> Facts:
     facts: Facts = {
         "node": keys[rank],
         "interfaces": interfaces,
-        "named": addresses.named(),  # the addresses to which this host resolves its own name
+        "named": addresses.addresses_of_name(),  # the addresses to which this host resolves its own name
         "tried": [],  # node, interface or "name", address; milliseconds, or the error
         "answered": [],  # the nodes whose watchdogs answered
     }

@@ -16,7 +16,7 @@ from rich.text import Text
 import hpcdist
 from hpcdist.cli import web_page
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.ranks import plural
+from hpcdist.core.ranks import format_count
 
 Chapters = dict[str, list[Finding]]
 MARKS = {OK: ("✓", "green"), NOTE: ("·", "dim"), ADVICE: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
@@ -39,7 +39,7 @@ def write(chapters: Chapters, size: int) -> None:
     marks = MARKS
     if console.options.ascii_only:
         marks = {level: (mark.translate(IN_ASCII), style) for level, (mark, style) in MARKS.items()}
-    console.rule(f"hpcdist doctor, {plural(size, 'rank')}")
+    console.rule(f"hpcdist doctor, {format_count(size, 'rank')}")
     for title, findings in chapters.items():
         console.print(f"\n[bold]{title}[/bold]")
         table = Table.grid(padding=(0, 1))
@@ -81,7 +81,8 @@ def write_html(chapters: Chapters, size: int, path: str) -> None:
         ]
         return "\n".join(["<ul>", *lines, "</ul>"])
 
-    place = f"{plural(size, 'rank')}, {platform.node()}, hpcdist {hpcdist.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    ranks, version = format_count(size, "rank"), hpcdist.__version__
+    place = f"{ranks}, {platform.node()}, hpcdist {version}, {datetime.now():%Y-%m-%d %H:%M}"
     wanted = to_fix(chapters)
     web_page.write(
         path,

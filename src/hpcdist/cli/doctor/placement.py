@@ -11,7 +11,7 @@ import torch
 
 from hpcdist.cli.doctor import devices
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, Facts, Finding
-from hpcdist.core.ranks import by_value, listed, plural
+from hpcdist.core.ranks import format_count, format_ranks, ranks_by_value
 from hpcdist.launch import environment, topology
 
 TITLE = "Where the ranks run"
@@ -73,16 +73,16 @@ def cpu_quota() -> float | None:
 
 
 def judge(places: list[Facts]) -> list[Finding]:
-    nodes = by_value(place["node"] for place in places)
+    nodes = ranks_by_value(place["node"] for place in places)
     counts = sorted({len(those) for those in nodes.values()})
     each = f"{counts[0]} each" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} each"
-    findings = [Finding(OK, f"{plural(len(places), 'rank')} on {plural(len(nodes), 'node')}, {each}")]
+    findings = [Finding(OK, f"{format_count(len(places), 'rank')} on {format_count(len(nodes), 'node')}, {each}")]
     if len(counts) > 1:
         findings.append(Finding(NOTE, "the nodes have different numbers of ranks"))
     findings += judge_numbering(places)
     for node, those in nodes.items():
         findings += judge_node(node, {rank: places[rank] for rank in those})
-    return merged(findings)
+    return merge(findings)
 
 
 def judge_numbering(places: list[Facts]) -> list[Finding]:
@@ -92,7 +92,9 @@ def judge_numbering(places: list[Facts]) -> list[Finding]:
         return [Finding(NOTE, text)]  # the chapter on MPI reports the cause
     wrong = [rank for rank, place in enumerate(places) if place["launcher_rank"] not in (None, rank)]
     if wrong:
-        return [Finding(NOTE, f"MPI and the launcher number {listed(wrong)} differently; hpcdist uses MPI's numbers")]
+        return [
+            Finding(NOTE, f"MPI and the launcher number {format_ranks(wrong)} differently; hpcdist uses MPI's numbers")
+        ]
     return [Finding(OK, "ranks and world size agree with the launcher")] if sizes else []
 
 
@@ -150,7 +152,9 @@ def judge_shared(node: str, places: dict[int, Facts], sets: dict[int, frozenset[
     for cores in set(sets.values()):
         those = [rank for rank in places if sets[rank] == cores]
         if sum(places[rank]["threads"] for rank in those) > len(cores):
-            return Finding(ADVICE, f"{listed(those)} on {node} are bound to the same {plural(len(cores), 'core')}", fix)
+            return Finding(
+                ADVICE, f"{format_ranks(those)} on {node} are bound to the same {format_count(len(cores), 'core')}", fix
+            )
     return Finding(OK, f"ranks on {node} that are bound to the same cores have one for each of their threads")
 
 
@@ -167,9 +171,9 @@ def judge_domains(node: str, places: dict[int, Facts], available: list[int], fix
     wide = [rank for rank, place in places.items() if len(place["numa"]) > share]
     across = [rank for rank in wide if len(places[rank]["sockets"]) > 1 and places[rank]["threads"] > 1]
     if across:
-        yield Finding(ADVICE, f"threads of {listed(across)} on {node} run in several sockets", fix)
+        yield Finding(ADVICE, f"threads of {format_ranks(across)} on {node} run in several sockets", fix)
     elif wide:
-        yield Finding(NOTE, f"{listed(wide)} may move between NUMA domains", fix)
+        yield Finding(NOTE, f"{format_ranks(wide)} may move between NUMA domains", fix)
 
 
 def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Finding]:
@@ -179,7 +183,7 @@ def judge_gpus(node: str, places: dict[int, Facts], fix: str) -> Iterator[Findin
         return
     some = places[far[0]]
     text = (
-        f"{listed(far)} on {node}: the GPU is in another NUMA domain than the cores, for rank {far[0]} in "
+        f"{format_ranks(far)} on {node}: the GPU is in another NUMA domain than the cores, for rank {far[0]} in "
         f"{domains([some['gpu']])}, and the cores in {domains(some['numa'])}"
     )
     order: list[int] = []  # an order of the GPUs, each near to its rank
@@ -207,9 +211,8 @@ def judge_cards(node: str, places: dict[int, Facts]) -> Iterator[Finding]:
                 far[rank] = nearest
         if far:
             rank, card = next(iter(far.items()))
-            text = (
-                f"{variable}={places[rank]['chosen'][variable]} keeps {listed(list(far))} on {node} from nearer cards"
-            )
+            value = places[rank]["chosen"][variable]
+            text = f"{variable}={value} keeps {format_ranks(list(far))} on {node} from nearer cards"
             remedy = f"unset {variable}   # the nearest is chosen by itself; for rank {rank} it is {card}"
             yield Finding(ADVICE, text, remedy)
     some = next(iter(places.values()))
@@ -230,7 +233,7 @@ def domains(numbers: list[int]) -> str:
     return f"domain{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def merged(findings: list[Finding]) -> list[Finding]:
+def merge(findings: list[Finding]) -> list[Finding]:
     """Shorten the page of a large job: keep the first lines and all advice, and count the rest."""
     kept = [*findings[:MOST_LINES], *(each for each in findings[MOST_LINES:] if each.level == ADVICE)]
     left = len(findings) - len(kept)

@@ -50,7 +50,7 @@ def offered(srun: str) -> list[str]:
     return sorted(set(re.findall(r"\b(pmix(?:_v\d+)?|pmi2|cray_shasta|none)\b", said)))
 
 
-def fitting(library: str, pmis: Sequence[str]) -> str | None:
+def find_pmi(library: str, pmis: Sequence[str]) -> str | None:
     """Return the PMI of srun for a library; None if none fits, or there is no library."""
     needed = family(library)[1] if library else ()
     return next((pmi for pmi in needed if any(each.startswith(pmi) for each in pmis)), None)
@@ -68,7 +68,7 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
     job, srun, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("srun"), shutil.which("scontrol")
     if job is None or srun is None or scontrol is None or is_rank:
         return []
-    pmi = fitting(library(), offered(srun))
+    pmi = find_pmi(library(), offered(srun))
     sizes = dict(re.findall(r"\b(NumNodes|NumTasks)=(\d+)", output_of([scontrol, "show", "job", job], 20)[1]))
     if pmi is None or len(sizes) < 2:
         return []
@@ -81,7 +81,7 @@ def whole_allocation(ranks: int | None = None) -> list[str]:
 
 def judge(seen: list[Facts]) -> Iterator[Finding]:
     first = seen[0]
-    pmi = fitting(first["library"], first["pmis"] or ())
+    pmi = find_pmi(first["library"], first["pmis"] or ())
     if first["srun"] is None and first["job"] is None:
         yield Finding(NOTE, "no Slurm here")
         return
@@ -101,7 +101,7 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     if not first["library"] or not first["pmis"]:
         return
     name, needed, _ = family(first["library"])
-    if pmi is not None and fitting(first["library"], [first["default"] or ""]) is not None:
+    if pmi is not None and find_pmi(first["library"], [first["default"] or ""]) is not None:
         yield Finding(OK, f"srun's default, {first['default']}, is a PMI of {name}: no --mpi is needed")
     elif pmi is not None:
         yield Finding(OK, f"srun has {pmi}, which {name} needs: srun --mpi={pmi}")

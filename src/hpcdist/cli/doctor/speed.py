@@ -11,8 +11,8 @@ import torch
 import hpcdist as dist
 from hpcdist.cli.bench.p2p import ping_pong
 from hpcdist.cli.doctor.findings import ADVICE, NOTE, OK, PROBLEM, Facts, Finding
-from hpcdist.core.printing import sized, timed
-from hpcdist.core.ranks import plural
+from hpcdist.core.printing import format_size, format_time
+from hpcdist.core.ranks import format_count
 from hpcdist.launch import environment
 
 TITLE = "Results and speed"
@@ -93,19 +93,22 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
         remedy = "python -m hpcdist doctor --json   # report this bug, with the name of your MPI"
         yield Finding(PROBLEM, f"all_reduce gave wrong sums of {', '.join(wrong)}", remedy)
         return
-    yield Finding(OK, f"all_reduce over {backend} is right for {len(DTYPES)} dtypes on {plural(count, 'rank')}")
+    yield Finding(OK, f"all_reduce over {backend} is right for {len(DTYPES)} dtypes on {format_count(count, 'rank')}")
     if count == 1:
         return
     small, large = first["all_reduce"][SMALL], first["all_reduce"][LARGE]
-    yield Finding(OK, f"all_reduce takes {timed(small)} at {SMALL} B, {timed(large)} at {sized(LARGE)}")
+    yield Finding(
+        OK, f"all_reduce takes {format_time(small)} at {SMALL} B, {format_time(large)} at {format_size(LARGE)}"
+    )
     for where, times in first["pairs"].items():
         latency, speed = times[SMALL], LARGE / times[LARGE]
         slowest, least, meaning = LIMITS[where]
-        text = f"a message {where} takes {timed(latency)} at {SMALL} B, {speed / 1e9:.2f} GB/s at {sized(LARGE)}"
+        bandwidth = f"{speed / 1e9:.2f} GB/s at {format_size(LARGE)}"
+        text = f"a message {where} takes {format_time(latency)} at {SMALL} B, {bandwidth}"
         if backend != "mpi":
             yield Finding(NOTE, f"{text}, over {backend}'s sockets")
         elif latency > slowest or speed < least:
-            limits = f"expected under {timed(slowest)} and above {least / 1e9:g} GB/s"
+            limits = f"expected under {format_time(slowest)} and above {least / 1e9:g} GB/s"
             yield Finding(ADVICE, f"{text}: slow ({limits}): {meaning}", FIXES[where])
         else:
             yield Finding(OK, f"{text}: good")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import avg_pool2d
 
-from hpcdist.core.reduction import COMBINE, KIND_OF, WIDE, average, combining
+from hpcdist.core.reduction import COMBINE, KIND_OF, WIDE, average, combining_op
 
 Combine = Callable[..., Any]
 
@@ -63,7 +63,7 @@ class Fold:
     """
 
     def __init__(self, dtype: torch.dtype, op: str, ranks: int) -> None:
-        name = combining(dtype, op)
+        name = combining_op(dtype, op)
         is_unsigned = dtype in SIGNED_TWINS and op in COMBINE_UNSIGNED
         self.combine = COMBINE_UNSIGNED[op] if is_unsigned else COMBINE[name]
         # the dtype of the computation; a twin has the same bits

@@ -23,9 +23,9 @@ from hpcdist.backends.mpi.node.window import fence, fences
 from hpcdist.core import memory_file
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import BLOCK, CallLog
-from hpcdist.core.ranks import by_value
+from hpcdist.core.ranks import ranks_by_value
 from hpcdist.core.reduction import ALL_OPS, NAMES, name_of
-from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape, scaled
+from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS, Counts, Row, Shape, scale
 from hpcdist.launch.environment import NODE_KEY
 
 # Calls of each rank that can be read. A rank may be almost 2 blocks ahead: a root may block in MPI if it is 66 ahead,
@@ -70,7 +70,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 OPS = ("", *(NAMES[op] for op in ALL_OPS))
 
 
-class Said(NamedTuple):
+class BoardCall(NamedTuple):
     """A call, decoded from its words."""
 
     name: str
@@ -96,7 +96,7 @@ class Said(NamedTuple):
         return text
 
 
-def what(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
+def kind_word(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
     """Return the first word of a call, without size and number."""
     if dtype is not None and op is None and dtype.is_complex:
         dtype = dtype.to_real()  # moved as its parts, which another rank may have given
@@ -124,20 +124,20 @@ def is_wide(word: int) -> bool:
     return word & WIDE == WIDE
 
 
-def read(word: int, size: int) -> Said:
+def read(word: int, size: int) -> BoardCall:
     if not is_wide(word):
         size = (word & WIDE) >> NUMBER_BITS
     code = word // ROOT
     root, code = code & ((1 << ROOT_BITS) - 1), code >> ROOT_BITS
     op, code = code & ((1 << OP_BITS) - 1), code >> OP_BITS
-    return Said(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size)
+    return BoardCall(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size)
 
 
 def size_of(call: Call, rank: int, ranks: int) -> int:
     """Return the second word of a call: the elements of a rank's share, or of the tensor if all ranks get all of it."""
     row, send, recv, _, _, counts, *_ = call
     if counts is not None and row.shape is not Shape.SAME:
-        sent, received = scaled(counts, _parts(call))
+        sent, received = scale(counts, _parts(call))
         if row not in EXCHANGES:
             return COUNTED + (hash(tuple(sent if row.reduces else received)) & (COUNTED - 1))
         if len({*sent, *received}) > 1:
@@ -153,9 +153,9 @@ def size_of(call: Call, rank: int, ranks: int) -> int:
     return share * _parts(call)
 
 
-def counted(call: Call) -> Counts | None:
+def counts_of(call: Call) -> Counts | None:
     """Return the counts of a call, in the elements of ``size_of``."""
-    return call.counts and scaled(call.counts, _parts(call))
+    return call.counts and scale(call.counts, _parts(call))
 
 
 def _parts(call: Call) -> int:
@@ -221,13 +221,13 @@ class CallBoard:
         """Tell whether a rank has begun a call or a later one."""
         return (self.whats[index][number & LAST] - number) & NUMBER < AHEAD
 
-    def said(self, index: int, number: int) -> Said:
+    def said(self, index: int, number: int) -> BoardCall:
         at = number & LAST
         return read(self.whats[index][at], self.sizes[index][at])
 
     def stop(self, number: int) -> None:
         """Let no rank begin a call after this one before it has seen the decision."""
-        mine, word = self.whats[self.own], what(STOP)
+        mine, word = self.whats[self.own], kind_word(STOP)
         for each in range(number + 1, number + RING):
             mine[each & LAST] = word + (each & NUMBER)
 
@@ -243,7 +243,7 @@ class CallBoard:
 
     def withdraw(self, number: int) -> None:
         """Record that this rank has left a call, so that it is not in MPI any more."""
-        self.whats[self.own][number & LAST] = what(LEFT) + (number & NUMBER)
+        self.whats[self.own][number & LAST] = kind_word(LEFT) + (number & NUMBER)
         fence()
 
     # -- counts --------------------------------------------------------------------------------------
@@ -329,11 +329,11 @@ def bytes_of(count: int, size: int) -> int:
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 
 
-def sight() -> tuple[str, str, int] | None:
+def shared_memory_id() -> tuple[str, str, int] | None:
     """Return an identifier that is the same for ranks that can share memory; None without /dev/shm."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return os.environ.get(NODE_KEY, ""), boot, memory_file.device()
+        return os.environ.get(NODE_KEY, ""), boot, memory_file.device_id()
     except OSError:
         return None
 
@@ -352,12 +352,12 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
     want one; whether they do; an identifier of the group, the same on all ranks; and its ranks by board.
     """
     told: list[tuple[bool, Any, str]] = comm.allgather(
-        (is_wanted, sight() if is_wanted else None, secrets.token_hex(8))
+        (is_wanted, shared_memory_id() if is_wanted else None, secrets.token_hex(8))
     )
     if not all(wanted for wanted, *_ in told):
         return None, False, "", []
     rank, size = comm.Get_rank(), comm.Get_size()
-    nodes = by_value(r if each is None else each for r, (_, each, _) in enumerate(told))
+    nodes = ranks_by_value(r if each is None else each for r, (_, each, _) in enumerate(told))
     ranks = next(each for each in nodes.values() if rank in each)
     name, descriptor, memory = "", -1, None
     nbytes = bytes_of(len(ranks), size)
@@ -392,7 +392,9 @@ def open_board(comm: MPI.Intracomm, is_wanted: bool) -> tuple[CallBoard | None, 
     return CallBoard(memory, ranks, ranks.index(rank), size), True, told[0][2], sorted(boards)
 
 
-def tensors_of(row: Row, said: Said, rank: int, ranks: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def stand_in_tensors(
+    row: Row, said: BoardCall, rank: int, ranks: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return memory with which this rank takes part in another rank's call: its input and its output."""
     is_root = not row.rooted or rank == said.root
     share = torch.zeros(said.size, dtype=said.dtype)

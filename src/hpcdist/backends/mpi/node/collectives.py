@@ -75,7 +75,7 @@ DIRECT_HALF_BYTES_OF_TWO = 1 << 17
 PIECE_BYTES = 4 << 20  # bytes of a slice that go through all steps between nodes at a time
 
 
-def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
+def native_op(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
     """Return MPI's type and op for a fold; None if MPI has none."""
     is_ordered = fold.op in ("MIN", "MAX") and fold.dtype.is_floating_point
     if fold.dtype not in DATATYPES or is_ordered or wide(fold.dtype, fold.op) is not None:
@@ -83,7 +83,7 @@ def native(fold: Fold) -> tuple[MPI.Datatype, MPI.Op] | None:
     return DATATYPES[fold.dtype], mpi_op(fold.dtype, fold.op)
 
 
-def where(parts: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+def places_of(parts: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return the address and the bytes of each part."""
     return [part.data_ptr() for part in parts], [part.nbytes for part in parts]
 
@@ -167,7 +167,7 @@ class NodeShared:
             fold.reduce(parts, out)
         else:
             slices = self._slices(self.window, fold, min(parts[0].nbytes, CHUNK_BYTES))
-            slices.reduce_scatter(*where(parts), parts[self._local], out)
+            slices.reduce_scatter(*places_of(parts), parts[self._local], out)
 
     # -- reductions ----------------------------------------------------------------------------------
 
@@ -257,11 +257,11 @@ class NodeShared:
             self._reduce(inner, self._divide(source), own)
             if own.numel():
                 self._combine(own, own, outer)
-            self.window.collect(*where(parts), CHUNK_BYTES)
+            self.window.collect(*places_of(parts), CHUNK_BYTES)
 
     def _combine(self, source: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
         """Reduce `source` of all nodes into `target`, which may be the same memory."""
-        known = native(fold)
+        known = native_op(fold)
         if known is not None:
             if source is not target:
                 target.copy_(source)
@@ -351,7 +351,7 @@ class NodeShared:
             if (own := parts[self._local]).numel():
                 self._call("Bcast", [memory(own), BYTE], first)
             if here != first:
-                window.collect(*where(parts), CHUNK_BYTES)
+                window.collect(*places_of(parts), CHUNK_BYTES)
 
     def close(self) -> None:
         """Close the window, and free the communicators made here; may be called again."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from hpcdist.core.ranks import by_value
+from hpcdist.core.ranks import ranks_by_value
 from hpcdist.launch.environment import NODE_KEY
 
 
@@ -53,6 +53,6 @@ def locate(comm: MPI.Intracomm, made: list[MPI.Comm], node_key: str | None = Non
     # not by mpi4py's ``allreduce`` of objects, which holds the GIL until all ranks have duplicated the communicator:
     # two threads that do this for two groups would wait for each other
     firsts: list[int] = comm.allgather(min(node.allgather(comm.rank)))
-    by_node = by_value(firsts)
+    by_node = ranks_by_value(firsts)
     here = list(by_node).index(firsts[comm.rank])
     return Places(comm, node, list(by_node.values()), here)

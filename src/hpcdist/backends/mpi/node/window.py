@@ -125,7 +125,7 @@ def map_segments(nbytes: int, node: MPI.Intracomm) -> tuple[list[torch.UntypedSt
             if descriptor >= 0:
                 memory_file.reserve(descriptor, nbytes)  # otherwise a later write could be a SIGBUS
         except OSError as error:
-            failure = f"{memory_file.too_little(os.uname().nodename, memory_file.free(), nbytes)} ({error})"
+            failure = f"{memory_file.no_room(os.uname().nodename, memory_file.free_bytes(), nbytes)} ({error})"
     finally:
         memory_file.remove(name)
         if descriptor >= 0:

@@ -28,9 +28,9 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
 from hpcdist.core import shutdown
-from hpcdist.core.errors import DistBackendError, explained, run_hook
+from hpcdist.core.errors import DistBackendError, add_hint, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
-from hpcdist.core.ranks import listed
+from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
@@ -57,7 +57,7 @@ NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, o
 START_SECONDS: list[float] = []  # seconds that MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialized, and finalizes
 OF_EXIT: list[Any] = []  # the communicator of the exit barrier
-LIMITS: list[timedelta] = []  # the current limit of ``limited``
+LIMITS: list[timedelta] = []  # the current limit of ``limit_start``
 os.register_at_fork(after_in_child=OWNED.clear)  # a forked child would finalize its parent's MPI
 
 
@@ -68,16 +68,16 @@ def load() -> Any:
     """
     if sys.platform != "linux":
         elsewhere = f"backend 'mpi' works on Linux only, and this is {sys.platform}: start ranks with torchrun, on gloo"
-        raise DistBackendError(explained(elsewhere, "linux-only"))
+        raise DistBackendError(add_hint(elsewhere, "linux-only"))
     try:
         import mpi4py
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         text = f"mpi4py found no MPI library ({error}). {INSTALL_HINT}"
-        raise DistBackendError(explained(text, "mpi-not-found")) from error
+        raise DistBackendError(add_hint(text, "mpi-not-found")) from error
     if tuple(map(int, mpi4py.__version__.split(".")[:2])) < (4, 1):
         found = f"mpi4py {mpi4py.__version__} in {next(iter(mpi4py.__path__))}"
-        raise DistBackendError(explained(f"hpcdist supports mpi4py 4.1 and later, and this is {found}", "old-mpi4py"))
+        raise DistBackendError(add_hint(f"hpcdist supports mpi4py 4.1 and later, and this is {found}", "old-mpi4py"))
     return MPI
 
 
@@ -88,7 +88,7 @@ def short_name(MPI: Any) -> str:
 
 
 @contextmanager
-def limited(timeout: timedelta) -> Iterator[None]:
+def limit_start(timeout: timedelta) -> Iterator[None]:
     """End this process if MPI waits for all ranks inside and one does not come within a group's timeout.
 
     There is no watchdog yet, and MPI_Init holds the GIL: faulthandler's own thread writes this process's position to
@@ -135,7 +135,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         intel_mpi.prepare(MPI)
         leave_out_han()
         begin = time.monotonic()
-        with limited(timeout), open_mpi.without_btl_ofi(MPI):
+        with limit_start(timeout), open_mpi.without_btl_ofi(MPI):
             silence.noting_ports(lambda: MPI.Init_thread(MPI.THREAD_MULTIPLE))
         START_SECONDS.append(time.monotonic() - begin)
         MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)  # a peer's death must not end this process (ULFM)
@@ -172,7 +172,7 @@ def check_process() -> None:
         "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or "
         "'loopback' with world_size=1"
     )
-    raise DistBackendError(explained(text, "child-process"))
+    raise DistBackendError(add_hint(text, "child-process"))
 
 
 def is_fault_tolerant() -> bool:
@@ -214,7 +214,7 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
         f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built without "
         f"PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
     )
-    raise DistBackendError(explained(text.rstrip(), "separate-worlds"))
+    raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
@@ -226,7 +226,7 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
         f"loaded sees a world of 1: {short_name(MPI)}. They are not connected, and {launch.size} separate worlds of "
         f"one rank would run side by side. {launch.remedy}"
     )
-    raise DistBackendError(explained(text, "separate-worlds"))
+    raise DistBackendError(add_hint(text, "separate-worlds"))
 
 
 def finalize() -> None:
@@ -345,8 +345,8 @@ def prepare_exit_barrier(comm: Any) -> None:
 def duplicate(comm: Any, timeout: timedelta) -> Any:
     """Return a private copy of a communicator whose errors are raised, not fatal (MPI 7.4.2 and 9.3)."""
     MPI = load()
-    given = checked(comm)
-    with limited(timeout), arrival.announced(given.Get_rank(), given.Get_size()):
+    given = check_comm(comm)
+    with limit_start(timeout), arrival.announce(given.Get_rank(), given.Get_size()):
         try:
             own = MPI.Intracomm(given).Dup()  # of mpi4py's class: the program's subclass may need other arguments
             own.Set_errhandler(MPI.ERRORS_RETURN)
@@ -355,7 +355,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
             from hpcdist.backends.mpi.process import ulfm  # which needs an MPI library
 
             dead = ulfm.failed(given)
-            who = f"; {listed(dead)} died" if dead else ""
+            who = f"; {format_ranks(dead)} died" if dead else ""
             raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}{who}") from error
     libraries.unlink_segments(MPI)
     if joined := connection():
@@ -363,7 +363,7 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
     return own
 
 
-def checked(comm: Any) -> Any:
+def check_comm(comm: Any) -> Any:
     """Return a user's communicator if it can be a world: an mpi4py intracommunicator, and not MPI.COMM_NULL."""
     MPI = load()
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
