@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.nccl.streams import capture_mode
 
 SLEEP_CYCLES = 400_000_000  # a few tenths of a second
 
@@ -178,6 +180,13 @@ def test_inside_a_graphs_capture(backend, is_async, connect, size, device):
         expected = expected * size + 1
     assert bool((tensor == expected).all())
     graph.reset()
+
+
+def test_a_query_leaves_the_threads_capture_mode_as_it_was(world):
+    world.backend("cuda").outstanding()
+    exchange, mode = capture_mode(), ctypes.c_int(0)
+    exchange(ctypes.byref(mode))
+    assert mode.value == 0  # CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 def test_a_split_waits_for_the_replays_of_a_graph(connect, gate, size, device):
