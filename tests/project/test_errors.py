@@ -21,7 +21,7 @@ BUILTIN = {name for name, value in vars(builtins).items() if isinstance(value, t
 OURS = {name for module in (errors, stores_errors) for name in dir(module) if name.endswith("Error")}
 NOT_TEXTS = {"NoAnswerError"}  # whose constructor takes the parts of its message
 # functions and methods whose text is an exception's, a warning's, or the reason why calls raise
-SPEAKERS = {"explained", "warn", "abort", "revoke", "revoke_groups", "clear", "interrupt", "_interrupt", "end_receives"}
+SPEAKERS = {"add_hint", "warn", "abort", "revoke", "revoke_groups", "clear", "interrupt", "_interrupt", "end_receives"}
 MADE_BY = (BUILTIN | OURS | SPEAKERS | {"UnpicklingError"}) - NOT_TEXTS
 # functions that compose a message for others to raise
 COMPOSERS = {"headline", "message", "decide", "abort_on_exception"}
@@ -79,13 +79,13 @@ def messages_of(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
                 if name in MADE_BY:
                     first, *others = node.args
-                    entry = others[0].value if name == "explained" and isinstance(others[0], ast.Constant) else ""
+                    entry = others[0].value if name == "add_hint" and isinstance(others[0], ast.Constant) else ""
                     yield node.lineno, text_of(first, names), entry
                     # OSError, whose text comes second; Watchdog.abort
                     yield from (
                         (node.lineno, text_of(each, names), "")
                         for each in others
-                        if name in (BUILTIN | SPEAKERS) - {"explained"}
+                        if name in (BUILTIN | SPEAKERS) - {"add_hint"}
                     )
                 elif name == "__init__" and "Error" in ast.dump(tree):  # of a class of ours, by super()
                     yield node.lineno, text_of(node.args[0], names), ""
@@ -117,7 +117,7 @@ def test_the_search_finds_messages_of_each_kind():
 HINT = "load a module"
 def f():
     text = f"no {x} at {y()}: {HINT}"
-    raise DistBackendError(explained(text, "mpi-not-found"))
+    raise DistBackendError(add_hint(text, "mpi-not-found"))
 def g():
     raise OSError(1, f"second {x}" " text")
 """

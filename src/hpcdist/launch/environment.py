@@ -117,7 +117,7 @@ def is_started_by_launcher(launcher: str) -> bool:
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return how this process was started, None without a known launcher; ``launched`` raises for a conflict.
+    """Return how this process was started, None without a launcher; ``decision.find_launch`` raises for a conflict.
 
     torchrun is used if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
     torchrun itself on each node; not in a process that the launcher itself has started, where it is left over. RANK,
