@@ -34,10 +34,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # reduced on compute capabili
 
 OPS: dict[Any, str] = {SUM: "SUM", AVG: "AVG", PRODUCT: "PROD", MIN: "MIN", MAX: "MAX"}
 BOOL_OPS: dict[Any, str] = {SUM: "MAX", PRODUCT: "MIN", MIN: "MIN", MAX: "MAX", BAND: "MIN", BOR: "MAX"}
-COMPLEX_OPS: dict[Any, str] = {
-    SUM: "SUM",
-    AVG: "AVG",
-}  # on pairs of numbers, as which they come here; a product is not one of pairs
+# complex numbers come here as pairs; a complex product is not a product of pairs
+COMPLEX_OPS: dict[Any, str] = {SUM: "SUM", AVG: "AVG"}
 
 
 def ops_of(dtype: torch.dtype) -> dict[Any, str]:

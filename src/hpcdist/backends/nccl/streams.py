@@ -84,9 +84,8 @@ class Streams:
         self.cuda = cuda
         self.interrupt = interrupt
         self.side = cuda.Stream(device, priority=-1) if is_high_priority else cuda.Stream(device)
-        self.is_capturing: Callable[[], bool] = getattr(
-            cuda, "is_current_stream_capturing", bool
-        )  # not in each torch.xpu
+        # some releases of torch.xpu lack captures
+        self.is_capturing: Callable[[], bool] = getattr(cuda, "is_current_stream_capturing", bool)
         # the reason of an abort: its calls have ended, but failed
         self.failure: DistBackendError | None = None
         self.blocks_in_wait = blocks_in_wait()
