@@ -91,7 +91,7 @@ def test_calls_are_counted_and_timed_while_somebody_looks(job):
     assert row[-1] == "job.py:11 (works)"
     assert int(row[1]) >= 1
     assert float(row[4]) > 0
-    assert row[2] == running_job.sized(4000 * int(row[1]))
+    assert row[2] == running_job.format_size(4000 * int(row[1]))
     picture = running_job.look(job)
     assert picture.late == []
     assert [row[:2] for row in picture.groups] == [("group '0'", "mpi")]

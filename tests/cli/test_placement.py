@@ -103,7 +103,7 @@ SHARED = "ranks 0, 1 on n0 are bound to the same 1 core"
 
 
 def kept(variable, value, ranks):
-    return f"{variable}={value} keeps {placement.listed(ranks)} on n0 from nearer cards"
+    return f"{variable}={value} keeps {placement.format_ranks(ranks)} on n0 from nearer cards"
 
 
 # the machine, the CPUs of each rank or how many ranks may use all, the launcher, and what else is so;
