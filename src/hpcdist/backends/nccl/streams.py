@@ -392,8 +392,7 @@ class StreamWork(Work):
                 raise DistBackendError("get_future() inside a group call: ask after it has ended")
             if self.pending.has_ended:
                 self._poll()
-            device = self.pending.streams.device
-            future: torch.futures.Future = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+            future: torch.futures.Future = torch.futures.Future(devices=self._devices())
             with self.pending.streams.on_side():  # the future's own event is recorded behind the call
                 if self._error is None:
                     future.set_result(self._result)
@@ -402,6 +401,10 @@ class StreamWork(Work):
                     future = future.then(self._outcome)  # as in ``Work.get_future``
             self._future = future
         return self._future
+
+    def _devices(self) -> list[int | str | torch.device]:
+        device = self.pending.streams.device
+        return [device] if device.type == "cuda" else []
 
 
 def end_apart(streams: Streams, end: Callable[[], Any], seconds: float) -> None:
