@@ -21,13 +21,13 @@ from hpcdist.core.errors import CallsDifferError, DistBackendError
 from hpcdist.core.work import Work
 
 LARGE_BYTES = 1 << 16  # from here on a call takes longer than to wake the worker, which is woken at once
-SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to whoever waits for it
+SHORTEST_NAP = 50e-6  # seconds that the worker leaves a small call to a thread that waits for it
 # between two looks of the worker while others carry all calls out: each costs them up to ten switches of threads,
 # because torch's operators release the GIL for a moment, too short for the worker to take it
 LONGEST_NAP = 4e-3
-IDLE_NAP = 1e-3  # between two looks while nobody makes calls
-IDLE_LOOKS = 16  # at a queue that nobody uses before the worker sleeps until it is woken
-TURN_SECONDS = 0.01  # between two tries to get a turn that only callbacks hold
+IDLE_NAP = 1e-3  # seconds between two looks without new calls
+IDLE_LOOKS = 16  # at an unused queue, before the worker sleeps until it is woken
+TURN_SECONDS = 0.01  # seconds between two tries to get a turn that only callbacks hold
 
 
 class QueuedWork(Work):

@@ -2,14 +2,14 @@
 
 One connection carries all short requests, in the order in which they were made. A request that waits takes
 another one, so that a waiting thread does not block the others; the short request before it (CHECK) has
-been answered, so everything that this process wrote is in place by then. A connection that fell out of step
-is closed, and the next request opens a new one.
+been answered, so all earlier writes of this process are in place by then. A connection that is out of step is
+closed, and the next request opens a new one.
 
 Threads that find the connection in use put their requests in a queue. The thread that has it hands it to the first
 of them, and does not take it again before that. The next one sends what is queued with its own request, reads all
 answers, and hands each thread its own: one round trip and one change of threads for several requests. Only requests
-with the same limit go together, so that none fails before its time, and only to our server, of which it is known that
-it has done nothing of what follows a request at which it closes the connection: that is sent again.
+with the same limit go together, so that none fails before its time, and only to our server: if it closes the
+connection at a request, it has not carried out the following ones, and they are sent again.
 
 A session knows no timeout of its own: each call brings its limit.
 """
@@ -31,11 +31,11 @@ from hpcdist_stores.errors import NoAnswerError, ServerClosedError, lost_server,
 from hpcdist_stores.tcp.connection import Connection, connect, open_connection
 from hpcdist_stores.tcp.wire import MAX_KEY, MAX_VALUE, OPCODES, WOKEN, Request
 
-PATIENCE_S = 1.0  # the least that a short request's answer may take, however short the store's timeout
+PATIENCE_S = 1.0  # seconds that a short request's answer may take at least, even if the store's timeout is shorter
 FIRST_ANSWER_S = 0.05  # the same for the first answer of a request with a deadline
-CANCEL_S, CANCEL_SHARE = 0.02, 0.05  # a canceled wait is confirmed within so long, or this share of its timeout
+CANCEL_S, CANCEL_SHARE = 0.02, 0.05  # seconds, or share of its timeout, within which a canceled wait is confirmed
 IDLE_CONNECTIONS = 4
-SENT_TOGETHER = 16 * 1024  # bytes of several threads' requests in one send: the server reads them at once
+SENT_TOGETHER = 16 * 1024  # bytes of several threads' requests in one send: the server reads them together
 LATE_SHARE = 1 / 16  # a thread that has waited for this share of its limit sends only its own request
 
 T = TypeVar("T")
@@ -43,17 +43,17 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def answer_limit(seconds: float) -> float | None:
-    """Return how long a short request's answer may take under a store's timeout."""
+    """Return the limit of a short request's answer, for a store's timeout."""
     return None if seconds < 0 else max(seconds, PATIENCE_S)
 
 
 def first_answer_limit(seconds: float) -> float | None:
-    """Return how long the first answer of a request with a deadline may take."""
+    """Return the limit of the first answer of a request with a deadline."""
     return max(seconds, FIRST_ANSWER_S) if seconds > 0 else answer_limit(seconds)
 
 
 def cancel_limit(seconds: float) -> float:
-    """Return how long the answer to a cancel may take."""
+    """Return the limit of the answer to a cancel."""
     return max(CANCEL_S, seconds * CANCEL_SHARE)
 
 
@@ -62,7 +62,7 @@ def _until(deadline: float | None, least: float) -> float | None:
 
 
 class _Request:
-    """Holds the request of a thread that waits for the connection, and what became of it."""
+    """Holds the request of a thread that waits for the connection, and its result."""
 
     __slots__ = ("answer", "error", "frame", "has_connection", "is_done", "is_sent", "limit", "read", "turn")
 
@@ -70,9 +70,9 @@ class _Request:
         self.frame = frame
         self.read = read
         self.limit = limit
-        self.turn = threading.Lock()  # released once, by whoever takes the request off the queue
+        self.turn = threading.Lock()  # released once, by the thread that takes the request off the queue
         self.turn.acquire()
-        self.has_connection = False  # the thread is to send it itself
+        self.has_connection = False  # its thread has the connection, and must send it itself
         self.is_sent = False
         self.is_done = False
         self.answer: Any = None
@@ -87,7 +87,7 @@ class _Request:
 
 
 def _fail(requests: list[_Request], error: BaseException) -> None:
-    """Let requests fail with the one that was sent before them, or be sent again if the server has not done them."""
+    """Fail requests behind one that failed, or have them sent again if the server has not carried them out."""
     for each in requests:
         if isinstance(error, ServerClosedError):
             each.turn.release()
@@ -115,7 +115,7 @@ class Session:
         _sessions.add(self)
 
     def check_sizes(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Refuse here what our server would refuse by closing the connection."""
+        """Raise for sizes at which our server would close the connection."""
         if not self.is_ours:
             return
         if (size := max(map(len, keys))) > MAX_KEY:
@@ -128,9 +128,9 @@ class Session:
     def call(
         self, verb: str, keys: Sequence[bytes], limit: float | None, frame: bytes, read: Callable[[Connection], T]
     ) -> T:
-        """Send a request's frame on the connection for short requests, and return what ``read`` reads there.
+        """Send a request's frame on the connection for short requests, and return the answer that ``read`` reads.
 
-        The limit holds for the wait for the connection and for the answer. Verb and keys are for messages.
+        The limit includes the wait for the connection. Verb and keys are for messages.
         """
         start = time.monotonic()
         left = limit
@@ -150,11 +150,11 @@ class Session:
             if request.has_connection:
                 break
         if left is not limit and limit is not None and left is not None and left < limit * (1 - LATE_SHARE):
-            limit = max(left, FIRST_ANSWER_S)  # a limit that no other has
+            limit = max(left, FIRST_ANSWER_S)  # a unique limit: it is sent alone
         connection = self.connection
         others: list[_Request] = []
         try:
-            if connection is None:  # the last exchange failed, or this process was forked
+            if connection is None:  # after a failed exchange, or in a forked child
                 connection = self.connection = open_connection(self.host, self.port, self.secret, limit)
             if connection.limit != limit:
                 connection.set_limit(limit)
@@ -167,7 +167,7 @@ class Session:
                 self._answer(others, connection)
             return answer
         except BaseException as error:
-            # also on an interrupt: the answer that is still to come would be taken for the next request's
+            # also on an interrupt: the pending answer would be read as the next request's
             self.connection = None
             if connection is not None:
                 connection.close()
@@ -213,7 +213,7 @@ class Session:
     def _take_others(self, limit: float | None, size: int) -> list[_Request]:
         """Take waiting requests with this limit off the queue, as many as may be sent with one of this size."""
         others: list[_Request] = []
-        # an interrupt, which reaches only the main thread, is not to cost the others their answers
+        # an interrupt, which reaches only the main thread, must not lose the others' answers
         if threading.current_thread() is threading.main_thread():
             return others
         with self.guard:
@@ -227,7 +227,7 @@ class Session:
         return others
 
     def _answer(self, requests: list[_Request], connection: Connection) -> None:
-        """Read the answers to other threads' requests; what fails here fails there."""
+        """Read the answers to other threads' requests; an error is raised in their threads."""
         for i, each in enumerate(requests):
             try:
                 each.answer = each.read(connection)
@@ -246,7 +246,7 @@ class Session:
         what = f"{verb} {name_keys(keys)}"
         if isinstance(error, TimeoutError):
             raise NoAnswerError(what, self.where, waited) from error
-        if isinstance(error, DistNetworkError):  # from opening the connection again
+        if isinstance(error, DistNetworkError):  # from reopening the connection
             raise DistNetworkError(f"{what}: {error}") from error
         if isinstance(error, OSError):
             raise lost_server(what, self.where, waited, error) from error
@@ -254,8 +254,8 @@ class Session:
     def sleep(self, frame: bytes, verb: str, keys: Sequence[bytes], seconds: float, deadline: float | None) -> bool:
         """Send a WAIT or BARRIER on a connection of its own, and wait until the server wakes us or the deadline comes.
 
-        The timeout of so many seconds ends at the deadline (None: never). Returns whether the server woke us; False
-        always means that the deadline has come, whatever the server or the connection was doing by then.
+        The timeout in seconds ends at the deadline (None: never). Returns whether the server woke us; False always
+        means that the deadline has come, in whatever state the server or the connection is.
         """
         start = time.monotonic()
         connection: Connection | None = None
@@ -298,7 +298,7 @@ class Session:
 
 
 def _cancel(connection: Connection, limit: float) -> bool | None:
-    """End a wait; return whether the server's wake-up was on its way, None if it did not confirm the end."""
+    """End a wait; return whether the server's wake-up was under way, None if it did not confirm the end."""
     try:
         connection.set_limit(limit)
         reply = connection.exchange(OPCODES[Request.CANCEL_WAIT], 1)

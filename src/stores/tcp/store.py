@@ -1,7 +1,7 @@
 """TCPStore: keys in a server process that all ranks reach over TCP.
 
-get is one round trip: CHECK and GET in one send, and a wait only if the key is not there yet. torch's
-legacy server closes the connection on a GET of a missing key; once that has happened, get takes two.
+get is one round trip: CHECK and GET in one send, and a wait only if the key is missing. torch's legacy server
+closes the connection on a GET of a missing key; after that, get takes two.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MAX_PORT = 65535
 # 16 MiB took it 25 s.
 _PAIRS = 256
 _FRAME_BYTES = 1 << 18
-_MOST_NAMED = 64  # a wait for more keys than this does not find out which of them are missing
+_MOST_NAMED = 64  # after a wait for more keys than this, the error does not check which of them are missing
 
 T = TypeVar("T")
 _servers: weakref.WeakValueDictionary[int, ServerProcess] = weakref.WeakValueDictionary()
 
 
 def _read_nothing(connection: Connection) -> None:
-    """Read the answer to a request that has none."""
+    """Read nothing: the request has no answer."""
 
 
 def _read_byte(connection: Connection) -> bytes:
@@ -58,9 +58,9 @@ class TCPStore(Store):
         host_name: The server's name or address. The server listens on this address; for a name, on every
             interface, because a name may mean another address on another host ("localhost" means loopback only).
         port: Its port; with ``is_master`` 0 takes a free one, see ``port``.
-        world_size: How many clients to expect; None when that is not known.
+        world_size: The number of clients; None if unknown.
         is_master: Whether this process has the server.
-        timeout: How long connecting, get and wait may take.
+        timeout: The limit of connecting, get and wait.
         wait_for_workers: Whether the master waits until ``world_size`` clients have come.
         multi_tenant: Whether a second server of the same port in this process joins the first.
         master_listen_fd: A bound socket for the server to take over.
@@ -102,7 +102,7 @@ class TCPStore(Store):
         if server is None:
             self._session = Session(host_name, port, key, self._seconds)
         else:
-            # the owner of a server that has ended need not try for long
+            # if this process's own server has ended, a retry is useless
             self._session = Session(server.host, server.port, key, self._seconds, server.is_alive)
         self._session.pipelines = use_libuv
         self.where = self._session.where
@@ -175,7 +175,7 @@ class TCPStore(Store):
         return self._get("multi_get", names, body, _MULTI_GET + body, lambda connection: connection.read_values(count))
 
     def _get(self, verb: str, keys: Sequence[bytes], body: bytes, frame: bytes, read: Callable[[Connection], T]) -> T:
-        """Return what a request's frame asks for once the keys (packed in ``body``) are there."""
+        """Send a request's frame, once the keys (packed in ``body``) are there, and return its answer."""
         session, check = self._session, _CHECK + body
 
         def read_both(connection: Connection) -> T | None:
@@ -190,7 +190,7 @@ class TCPStore(Store):
                 except DistNetworkError as error:
                     if session.is_ours or isinstance(error, NoAnswerError):
                         raise
-                session.pipelines = False  # if this is torch's legacy server, two steps work, now and from now on
+                session.pipelines = False  # with torch's legacy server two steps work, from now on
             if session.call(verb, keys, limit, check, _read_byte) != PRESENT:
                 return None
             return session.call(verb, keys, limit, frame, read)
@@ -200,7 +200,7 @@ class TCPStore(Store):
     def _when_there(
         self, verb: str, keys: Sequence[bytes], body: bytes, ask_once: Callable[[float | None], T | None]
     ) -> T:
-        """Return what ``ask_once`` returns, waiting for the keys (packed in ``body``) while it returns None."""
+        """Call ``ask_once`` until its result is not None, and wait for the keys (packed in ``body``) in between."""
         seconds = left = self._seconds
         start = time.monotonic()
         try:
@@ -219,7 +219,7 @@ class TCPStore(Store):
             raise wait_timeout(self._missing(keys), seconds, time.monotonic() - start, self.where)
 
     def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys that are not there, for a message; all keys if the server does not tell at once."""
+        """Return the missing keys, for a message; all keys if the server does not answer at once."""
         if len(keys) == 1 or len(keys) > _MOST_NAMED:
             return keys
         frame = b"".join(_CHECK_ONE + pack_strings(key) for key in keys)
@@ -349,7 +349,7 @@ class TCPStore(Store):
         frame = _R[Request.BARRIER] + pack_strings(name) + I64.pack(world_size)
         note = ""
         try:
-            # what was written before is in place once this is answered; the barrier has a connection of its own
+            # its answer means that earlier writes are in place; the barrier has a connection of its own
             session.call("barrier", (name,), first_answer_limit(seconds), ping, lambda c: c.read(4))
             if session.sleep(frame, "barrier", (name,), seconds, deadline):
                 return
@@ -368,7 +368,7 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """Return the server's host as it was given."""
+        """Return the server's host, as given."""
         return self._host
 
     @property
@@ -377,5 +377,5 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """Return what was given as use_libuv (c10d's name)."""
+        """Return the value of ``use_libuv`` (c10d's name)."""
         return self._use_libuv

@@ -96,7 +96,7 @@ def is_proof(given: bytes, expected: bytes) -> bool:
 
 
 def string_parts(*columns: Sequence[bytes]) -> list[bytes]:
-    """Return strings as they are sent, in parts: the first of each column, then the second of each, and so on."""
+    """Return strings in wire format, in parts: the first of each column, then the second of each, and so on."""
     step = 2 * len(columns)
     parts = [b""] * (step * len(columns[0]))
     for i, texts in enumerate(columns):  # three quarters of the time that zip and chain take
@@ -106,17 +106,17 @@ def string_parts(*columns: Sequence[bytes]) -> list[bytes]:
 
 
 def pack_strings(*texts: bytes) -> bytes:
-    """Return strings as they are sent, one after another."""
+    """Return strings in wire format, one after another."""
     return b"".join(string_parts(texts))
 
 
 def pack_keys(keys: Sequence[bytes]) -> bytes:
-    """Return a list of keys as it is sent: their count and the strings."""
+    """Return a list of keys in wire format: their count and the strings."""
     return b"".join((U64.pack(len(keys)), *string_parts(keys)))
 
 
 def cut_strings(data: bytes, pos: int, end: int, count: int) -> tuple[list[bytes], int]:
-    """Return as many of ``count`` strings as are whole in ``data`` from a position on, and where they end."""
+    """Return the complete strings in ``data`` from a position on, ``count`` at most, and the position of their end."""
     texts: list[bytes] = []
     try:
         while count:
@@ -128,6 +128,6 @@ def cut_strings(data: bytes, pos: int, end: int, count: int) -> tuple[list[bytes
             texts.append(data[start:stop])
             pos = stop
             count -= 1
-    except StructError:  # the length is not whole
+    except StructError:  # the length is incomplete
         pass
     return texts, pos

@@ -1,6 +1,6 @@
-"""Requests of the server: how each is parsed, and what it does, found in ``REQUESTS`` by its first byte.
+"""Requests of the server: the parser and the action of each, in ``REQUESTS`` by its first byte.
 
-A request that is not whole sets ``peer.need`` to the position up to which the data must reach before another try can
+An incomplete request sets ``peer.need`` to the position up to which the data must reach before another try can
 succeed, so that no frame is scanned again from its start with every segment. Standard library only: the server
 process imports this file without torch.
 """
@@ -31,7 +31,7 @@ from hpcdist_stores.tcp.wire import (
     string_parts,
 )
 
-PIECES = 512  # replies (or parts of them) in one send; with more, they are sent before the next request is done
+PIECES = 512  # replies (or parts of them) in one send; more are sent before the next request is carried out
 A_LIST = -1  # of keys, in place of a number of strings
 
 _u64 = U64.unpack_from
@@ -43,9 +43,9 @@ Reply = Sequence[bytes]
 
 
 def perform(space: Space, peer: Peer, data: bytes, pos: int, out: list[bytes]) -> int:
-    """Do the requests that are whole in ``data`` from a position on; return the position of the first that is left.
+    """Carry out the complete requests in ``data`` from a position on; return the position of the first one left.
 
-    Replies are appended to ``out``. If what is left could be done at once after the replies, ``peer.need`` is its
+    Replies are appended to ``out``. If the next request only waits for the replies to be sent, ``peer.need`` is its
     position.
     """
     end = len(data)
@@ -90,7 +90,7 @@ def perform(space: Space, peer: Peer, data: bytes, pos: int, out: list[bytes]) -
 
 
 def _expect(peer: Peer, data: bytes, pos: int, limit: int) -> None:
-    """Note where the unfinished string at a position ends, as far as is known; refuse one that is too long."""
+    """Set the end of the unfinished string at a position, as far as known; refuse one that is too long."""
     peer.need = pos + 8
     if peer.need <= len(data):
         (size,) = _u64(data, pos)
@@ -100,9 +100,9 @@ def _expect(peer: Peer, data: bytes, pos: int, limit: int) -> None:
 
 
 def _keys(peer: Peer, data: bytes, pos: int, end: int) -> tuple[list[bytes], int]:
-    """Return the list of keys at a position and its end, -1 while it is not whole.
+    """Return the list of keys at a position and its end, -1 while it is incomplete.
 
-    One that comes in pieces is only measured, from where it was left; its keys are kept at the end.
+    A list that arrives in pieces is only measured, from the last position; its keys are read at the end.
     """
     begin = pos + 8
     if begin > end:
@@ -186,12 +186,12 @@ def _multi_get(space: Space, peer: Peer, keys: list[bytes]) -> Reply:
 def _multi_set(space: Space, peer: Peer, count: int) -> Reply:
     if count > MAX_KEYS:
         raise Refused(f"{count} pairs, above the limit of {MAX_KEYS}")
-    peer.pairs = count  # stored as they come, so that one value is the most that the server keeps unfinished
+    peer.pairs = count  # stored as they arrive, so that the server keeps at most one unfinished value
     return ()
 
 
 def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int:
-    """Store the pairs of a MULTI_SET that are whole; return the position behind them."""
+    """Store the complete pairs of a MULTI_SET; return the position behind them."""
     store, waits = space.data, space.waits
     for left in range(peer.pairs, 0, -1):
         try:  # not by ``cut_strings``: a list of all strings, divided into keys and values, takes a quarter more
@@ -200,11 +200,11 @@ def _set_pairs(space: Space, peer: Peer, data: bytes, pos: int, end: int) -> int
             stop = start + size
             begin = stop + 8
             after = begin + _u64(data, stop)[0]
-        except (StructError, OverflowError):  # not there yet, or never: a length may be a lie
+        except (StructError, OverflowError):  # incomplete, perhaps forever: a length may be false
             after = end + 1
         if after > end:
             _expect(peer, data, pos, MAX_KEY)
-            if peer.need <= end:  # the key is whole
+            if peer.need <= end:  # the key is complete
                 _expect(peer, data, peer.need, MAX_VALUE)
             peer.pairs = left
             return pos
@@ -277,8 +277,8 @@ def _refuse(space: Space, peer: Peer) -> Reply:
     raise Refused("an unknown request")
 
 
-# what a request does (act(space, peer, *arguments) -> its reply), and its arguments: strings, of which the first is a
-# key and the others are values, or a list of keys; then fields of a fixed size
+# the action of a request (act(space, peer, *arguments) -> its reply), and its arguments: strings, of which the first is
+# a key and the others are values, or a list of keys; then fields of a fixed size
 _Form = tuple[Callable[..., Reply], int, Struct | None]
 _FORMS: dict[Request, _Form] = {
     Request.SET: (_set, 2, None),
