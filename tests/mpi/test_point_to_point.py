@@ -364,6 +364,7 @@ def freed(start=0):
 REFUSED = {
     "read-only": (frozen, ValueError, "read-only"),
     "sparse": (lambda: torch.eye(2).to_sparse(), TypeError, "dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), TypeError, "nested"),
     "freed": (freed, ValueError, "storage was freed"),
     "part of what was freed": (lambda: freed(1), ValueError, "storage was freed"),
     "meta": (lambda: torch.ones(2, device="meta"), RuntimeError, "device type meta"),

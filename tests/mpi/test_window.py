@@ -347,6 +347,11 @@ WRONG = [
     (lambda w, n: w.get(freed(2), 0), ValueError, "storage was freed"),
     (lambda w, n: w.put(torch.eye(2).to_sparse(), 0), TypeError, r"Window.put takes dense tensors"),
     (lambda w, n: w.get(torch.eye(2).to_sparse(), 0), TypeError, r"Window.get takes dense tensors"),
+    (
+        lambda w, n: w.put(torch.nested.nested_tensor([torch.ones(2)]), 0),
+        TypeError,
+        r"Window.put does not carry nested",
+    ),
     (lambda w, n: w.put(torch.ones(2, device="meta"), 0), ValueError, "the tensor is torch.float32 on meta"),
     (lambda w, n: w.signal(n), ValueError, "there is no rank"),
     (lambda w, n: w.wait_signal(n), ValueError, "there is no rank"),

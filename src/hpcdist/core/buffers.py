@@ -50,6 +50,7 @@ def is_plain(tensor: Any) -> bool:
         and tensor.is_contiguous()  # False for sparse tensors too
         and not tensor.requires_grad
         and not tensor.is_neg()
+        and not tensor.is_nested
         and (tensor.dtype not in SPECIAL_TYPES or not (tensor.dtype in QUANTIZED_TYPES or tensor.is_conj()))
     )
 

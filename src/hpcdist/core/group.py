@@ -297,9 +297,8 @@ class Group:
         for backend in backends:
             backend.faults.end_receives(reason)
         if self._await_other_threads(backends):
-            errors.end_all(
-                backend.close for backend in reversed(backends)
-            )  # the CPU's last: the others were made over it
+            # the CPU's last: the others were made over it
+            errors.end_all(backend.close for backend in reversed(backends))
         else:
             self.end_reason = reason
             self.revoke(reason)
@@ -332,7 +331,7 @@ class Group:
         return forgotten
 
     def _note_left(self, backends: dict[Backend, None]) -> None:
-        """Take note of the backends, of a group that has none any more, on which a call still blocks."""
+        """Record the backends of an ended group on which a call still blocks."""
         blocked = self.journal.blocked()
         self.left = [backend for backend in backends if blocked and not backend.ends_waits]
         self.is_watched = any(each.is_lasting() for each in blocked)

@@ -98,9 +98,7 @@ def with_list(pg: Group, call: Call, async_op: bool) -> Call:
     row, send, recv, op, root, *_ = call
     is_written, rank, then = recv.__class__ is list, pg.rank(), None
     one, many = (send, recv) if is_written else (recv, send)
-    listed: Any = None
-    if takes_lists(pg) and buffers.is_plain(one) and one.is_cpu and not one.is_nested:
-        listed = buffers.as_list(many, one.dtype)
+    listed: Any = buffers.as_list(many, one.dtype) if takes_lists(pg) and buffers.is_plain(one) and one.is_cpu else None
     if listed is not None and (
         len(listed.sizes) != len(pg.ranks)
         or listed.sizes[rank] != one.nbytes

@@ -1,7 +1,7 @@
 """Arrival at ``init_process_group``: shows which ranks of this node have not called it, while MPI waits for them.
 
-There is no group yet to ask. So each rank that has called opens an abstract socket (unix(7)), whose name contains its
-rank, and the ranks of the node are read from the environments of this user's processes.
+No group exists at that point. Each rank that has called ``init_process_group`` therefore opens an abstract socket
+(unix(7)) whose name contains its rank; the ranks of the node are read from the environments of this user's processes.
 """
 
 from __future__ import annotations
