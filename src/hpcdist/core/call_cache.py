@@ -281,8 +281,8 @@ def detach(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
     return tensor.detach(), None
 
 
-# a function from a caller's tensor, or list, to (the values that a copy back reads, the backend's buffer); whether
-# some of them are copies
+# a function from a caller's tensor or list to (a function that copies the buffer back, or None; the backend's buffer);
+# whether some of it is a copy
 Side = tuple[Callable[[Any], tuple[Any, Any]], bool]
 
 
@@ -302,16 +302,22 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
     if given.__class__ is LIST and buffer.__class__ is not TensorList:
         return None
     if buffer is given or (given.__class__ is LIST and all(map(is_, given, buffer.tensors))):
-        return (lambda tensor: (tensor, tensor)), False
+        return (lambda tensor: (None, tensor)), False
     if given.__class__ is LIST:
         sides = [side_of(one, other, is_read) for one, other in zip(given, buffer.tensors, strict=True)]
         makers = [side[0] for side in sides if side is not None]
         if len(makers) < len(sides):
             return None
 
-        def make(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            values, made = zip(*[maker(each) for maker, each in zip(makers, tensors, strict=True)], strict=True)
-            return list(values), list(made)
+        def make(tensors: list[torch.Tensor]) -> tuple[Callable[[], None], list[torch.Tensor]]:
+            ends, made = zip(*[maker(each) for maker, each in zip(makers, tensors, strict=True)], strict=True)
+
+            def copy_back() -> None:
+                for end in ends:
+                    if end is not None:
+                        end()
+
+            return copy_back, list(made)
 
         return make, any(side[1] for side in sides if side is not None)
     is_real = given.is_complex() and not buffer.is_complex()
@@ -319,7 +325,7 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
         return None
     describe: Any = torch.view_as_real if is_real else lambda tensor: tensor
     if buffer.data_ptr() == given.data_ptr() and not given.is_conj():  # all empty tensors have the same address
-        return (lambda tensor: (tensor, describe(tensor.detach()))), False
+        return (lambda tensor: (None, describe(tensor.detach()))), False
     if not is_strided(given) or buffer.is_inference():
         return None
     copies = Copies(given.dtype, describe)
@@ -328,22 +334,16 @@ def side_of(given: Any, buffer: Any, is_read: bool) -> Side | None:
 
 def run_on_copies(run: Run, first: Side, second: Side, in_place: bool) -> Run:
     """Return a function that runs a call on buffers that are made of its tensors."""
-    (reads, _), (writes, is_copy) = first, second
+    (reads, _), (writes, _) = first, second
 
     def run_staged(send: Any, recv: Any) -> None:
-        values, buffer = reads(send)
+        copy_back, buffer = reads(send)
         if in_place:
             run(buffer, buffer)
         else:
-            values, target = writes(recv)
+            copy_back, target = writes(recv)
             run(buffer, target)
-        if not is_copy:
-            return
-        if recv.__class__ is not LIST:
-            recv.copy_(values)
-            return
-        for each, value in zip(recv, values, strict=True):
-            if value is not each:
-                each.copy_(value)
+        if copy_back is not None:
+            copy_back()
 
     return run_staged

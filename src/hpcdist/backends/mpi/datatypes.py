@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.process import runtime
-from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, PLACES_KEPT, TensorList, check_memory
 
 runtime.load()  # its error names an mpi4py that is too old
 BYTE = MPI.BYTE
@@ -37,7 +37,6 @@ DATATYPES: dict[torch.dtype, MPI.Datatype] = {
 # MPI counts are C ints before MPI 4.0 (and in Open MPI 5); a count above this is described by a derived type
 COUNT_MAX = 2**31 - 1
 PIECE = 2**30
-PLACES_KEPT = 32  # places in memory whose descriptions are kept
 
 
 def memory(tensor: torch.Tensor) -> MPI.buffer:

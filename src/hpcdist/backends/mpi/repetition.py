@@ -15,9 +15,8 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import PLACES_KEPT
 from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counts_of, size_of, with_root, with_size
-from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, PLACES_KEPT, TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
@@ -37,9 +36,10 @@ class Prepared(NamedTuple):
     # share; returns None if these need the general way, such as tensors that share memory. None for a barrier
     describe: Callable[[Any], tuple[tuple[Any, ...] | None, int]] | None = None
     follow: Callable[..., Any] | None = None  # a step on the output after the call
-    # whether the function works on kept copies. ``describe`` then takes the shape of the input, and returns the input's
-    # copy, the output's copy, and the arguments. ``follow`` takes the output's copy and the output; without it the
-    # former is copied to the latter
+    # whether the function works on kept copies. ``describe`` then gets the shape of the input in place of the elements.
+    # It returns the input's copy; how NumPy fills it (all its bits, the part that is written, the values), or None if
+    # torch does; the output's copy; and MPI's arguments. ``follow`` takes the output's copy and the output; without it
+    # the former is copied to the latter
     is_copied: bool = False
 
 
@@ -104,22 +104,16 @@ def repeat(
         arguments: tuple[Any, ...] | None
         if describe is None:
             places = None
-        elif is_copied:
-            places = send.shape
-            if send.data_ptr() < LOWEST_PLACE or (
-                recv is not send and recv is not None and recv.data_ptr() < LOWEST_PLACE
-            ):
-                check_memory(*tensors_of(send, recv))
         elif places_of is not None:
             places = places_of(send, recv)
         else:
-            count, place = send.numel(), send.data_ptr()
+            count, place = send.shape if is_copied else send.numel(), send.data_ptr()
             places = (count, place) if is_one else (count, place, recv.data_ptr())
         if (found := known.get(places)) is not None:
             arguments, size, base = found
         else:
             assert describe is not None
-            if not is_copied and min(places[1:]) < LOWEST_PLACE:
+            if min(places[1:]) < LOWEST_PLACE:
                 check_memory(*tensors_of(send, recv))
             arguments, size = describe(places)
             base = with_size(first, size)
@@ -128,8 +122,13 @@ def repeat(
                     known.clear()
                 known[places] = arguments, size, base
         if is_copied and arguments is not None:
-            values, result, arguments = arguments
-            values.copy_(send)
+            values, filling, result, arguments = arguments
+            if filling is None:
+                values.copy_(send)
+            else:
+                bits, written, given = filling
+                bits.fill(0)
+                written[...] = given
         if is_checked:
             if log is not None and (size != last_size or log.failure is not None):
                 last_size = size

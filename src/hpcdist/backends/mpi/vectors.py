@@ -1,9 +1,9 @@
 """Vector calls: MPI's collectives with a share for each rank, directly on the tensors of a list.
 
-MPI_Allgatherv, MPI_Gatherv and MPI_Scatterv (MPI 6.5 to 6.7) take a count and a displacement for each rank. The tensor
-with the lowest address is the buffer, and displacements count elements. If a rank's tensors cannot be described so
-(they share memory, or lie further apart than MPI can count), that rank copies them, through memory that is kept: the
-first access to a page can take longer than its copy.
+MPI_Allgatherv, MPI_Gatherv and MPI_Scatterv (MPI 6.5 to 6.7) take a count and a displacement for each rank, here in
+bytes, because data is only moved. The tensor with the lowest address is the buffer. If a rank's tensors cannot be
+described so (they share memory, or lie further apart than MPI can count), that rank copies them, through memory that is
+kept: the first access to a page can take longer than its copy.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import torch
 from mpi4py import MPI
 
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, PLACES_KEPT, address, addresses_from, starts_of
+from hpcdist.backends.mpi.datatypes import BYTE, COUNT_MAX, address, addresses_from, starts_of
 from hpcdist.backends.mpi.exchange import Exchange
 from hpcdist.backends.mpi.repetition import Prepared
-from hpcdist.core.buffers import LOWEST_PLACE, TensorList, check_memory
+from hpcdist.core.buffers import LOWEST_PLACE, PLACES_KEPT, TensorList, check_memory
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_GATHER, GATHER, SCATTER, Row
 
-UNITS = {1: BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}  # by bytes of an element: data is only moved
 # MPI 4 has calls with displacements of 64 bits, and mpi4py makes them
 REACH = 2**62 if MPI.Get_version() >= (4, 0) else COUNT_MAX
 VECTORS = frozenset({ALL_GATHER, GATHER, SCATTER})
@@ -94,9 +93,8 @@ class Vectors:
         one, each = (recv, send) if is_read else (send, recv)
         itemsize, size = one.itemsize, self._size
         is_list = each.__class__ is TensorList
-        parts = 2 if one.dtype.is_complex else 1
-        unit, largest = itemsize // parts, VECTOR_MAX if row is ALL_GATHER else COUNT_MAX
-        datatype = UNITS[unit]
+        parts = 2 if one.dtype.is_complex else 1  # of an element, as the call board counts them
+        largest = VECTOR_MAX if row is ALL_GATHER else COUNT_MAX
         function = getattr(self._comm, row.mpi)
         last = () if root is None else (root,)
         sizes = None if counts is None else [count * itemsize for count in counts[1]]
@@ -115,14 +113,14 @@ class Vectors:
                 if not is_list:
                     addresses = addresses_from(addresses[0], sizes or [nbytes] * size)
                 if sizes is None:
-                    shares = even_shares(addresses, nbytes, own, unit, datatype)
+                    shares = even_shares(addresses, nbytes, own)
                 elif are_apart(addresses, sizes, own, nbytes) and (
-                    not is_list or (0 not in sizes and can_be_displaced(addresses, sizes, unit, False))
+                    not is_list or (0 not in sizes and can_be_displaced(addresses, sizes, False))
                 ):
-                    shares = describe_shares(addresses, sizes, unit, datatype)
+                    shares = describe_shares(addresses, sizes)
                 if shares is None:
                     return None, count
-            with_one = address(own, nbytes), count, datatype
+            with_one = address(own, nbytes), BYTE
             return ((shares, with_one, *last) if is_read else (with_one, shares, *last)), count
 
         return Prepared(function, describe)
@@ -145,15 +143,13 @@ class Vectors:
         if total > COUNT_MAX or (row is ALL_GATHER and total > VECTOR_MAX):
             self._send_shares(row, own.address, nbytes, addresses, sizes, root)
         else:
-            # complex elements are moved as pairs, which another rank may have given
-            unit = itemsize // 2 if one.dtype.is_complex else itemsize
             places = addresses
-            if each.__class__ is TensorList and not can_be_displaced(addresses, sizes, unit, is_read):
+            if each.__class__ is TensorList and not can_be_displaced(addresses, sizes, is_read):
                 places = addresses_from(self._all.of(total).address, sizes)
                 if is_read:
                     copy(places, addresses, sizes)
-            with_one = own, nbytes // unit, UNITS[unit]
-            shares = None if places is None else describe_shares(places, sizes, unit, UNITS[unit])
+            with_one = own, nbytes, BYTE
+            shares = None if places is None else describe_shares(places, sizes)
             last = () if root is None else (root,)
             getattr(self._comm, row.mpi)(*((shares, with_one) if is_read else (with_one, shares)), *last)
             if places is not addresses and not is_read:
@@ -173,32 +169,25 @@ class Vectors:
             self._exchange.send_each([own] * self._size, ones, places, lengths)
 
 
-def describe_shares(addresses: Sequence[int], sizes: Sequence[int], unit: int, datatype: MPI.Datatype) -> list[Any]:
+def describe_shares(addresses: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
     """Return shares as the buffer of a vector call."""
     low = min(addresses)
-    span = max(map(add, addresses, sizes)) - low
-    return [
-        address(low, span), [size // unit for size in sizes], [(place - low) // unit for place in addresses], datatype
-    ]  # fmt: skip
+    displacements = [place - low for place in addresses]
+    return address(low, max(map(add, displacements, sizes))), sizes, displacements, BYTE
 
 
-def even_shares(
-    addresses: Sequence[int], nbytes: int, own: int, unit: int, datatype: MPI.Datatype
-) -> tuple[Any, ...] | None:
+def even_shares(addresses: Sequence[int], nbytes: int, own: int) -> tuple[Any, ...] | None:
     """Return shares of some bytes as the buffer of a vector call; None if they need a copy.
 
     They do if they share memory with each other or with this rank's own, or are too far apart for MPI's counts.
     """
-    ordered = sorted(addresses)
-    low, high = ordered[0], ordered[-1]
-    ordered.append(own)
-    ordered.sort()
-    if min(map(sub, ordered[1:], ordered)) < nbytes or high - low > REACH * unit:
+    low = min(addresses)
+    displacements = [place - low for place in addresses]
+    ordered = sorted([*displacements, own - low])
+    reach = max(displacements)
+    if reach > REACH or min(map(sub, ordered[1:], ordered)) < nbytes:
         return None
-    displacements = [(place - low) // unit for place in addresses]
-    if sum(displacements) * unit != sum(addresses) - low * len(addresses):  # not multiples of the unit
-        return None
-    return address(low, high - low + nbytes), [nbytes // unit] * len(addresses), displacements, datatype
+    return address(low, reach + nbytes), [nbytes] * len(addresses), displacements, BYTE
 
 
 def copy(targets: Iterable[int], sources: Iterable[int], sizes: Sequence[int]) -> None:
@@ -212,10 +201,9 @@ def are_apart(addresses: Sequence[int], sizes: Sequence[int], place: int, nbytes
     return not any(other < end and place < other + size for other, size in zip(addresses, sizes, strict=True))
 
 
-def can_be_displaced(addresses: Sequence[int], sizes: Sequence[int], unit: int, is_read: bool) -> bool:
+def can_be_displaced(addresses: Sequence[int], sizes: Sequence[int], is_read: bool) -> bool:
     """Tell whether MPI can count from the lowest of some tensors to each of them, and may write to all of them."""
-    low = min(addresses)
-    if max(addresses) - low > REACH * unit or any((place - low) % unit for place in addresses):
+    if max(addresses) - min(addresses) > REACH:
         return False
     end = 0
     for place, size in () if is_read else sorted(zip(addresses, sizes, strict=True)):
