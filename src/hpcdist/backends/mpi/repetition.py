@@ -23,9 +23,7 @@ from hpcdist.core.call_log import BLOCK
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr
-# how many calls with lists have their descriptions kept. With many, those of new lists are outside of a core's caches
-# (4 µs of 23); a few come in turn, such as coalesced ones (4 µs each to describe)
-LISTS_KEPT = 4
+LISTS_KEPT = 16  # calls with lists whose descriptions are kept: up to 100 bytes for each tensor, 2 to 4 µs to make
 
 
 class Prepared(NamedTuple):
