@@ -97,7 +97,7 @@ class C10dMethods(Group):
     """The calls of torch's libraries on a group."""
 
     # between _start_coalescing and _end_coalescing: the calls made, those of them held back, and what launches these
-    _begun: list[Work] | None = None
+    _begun: list[Work] | None
     _held: Sequence[Work] = ()
     _together: AbstractContextManager[Sequence[Work]] | None = None
 

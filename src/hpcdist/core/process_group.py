@@ -26,11 +26,12 @@ class ProcessGroup(KeptAlive, C10dMethods, torch.distributed.ProcessGroup):  # t
     """A set of ranks that communicate, made by ``init_process_group`` or one of the ``new_group`` family."""
 
     # what each call reads: in the ``__dict__`` of a pybind11 class an attribute takes 20 to 40 ns more
-    __slots__ = ("backends", "coalescing", "cpu", "group_ranks", "journal", "known", "ranks")
+    __slots__ = ("_begun", "_rank", "backends", "coalescing", "cpu", "group_ranks", "journal", "known", "ranks")
 
     def __init__(self, ranks: tuple[int, ...], rank: int, *args: Any) -> None:
         torch.distributed.ProcessGroup.__init__(self, rank, len(ranks))  # type: ignore[call-arg]  # not in the stub
         C10dMethods.__init__(self, ranks, rank, *args)
+        self._begun = None
 
     split_group: Any  # ``core.factory`` adds it
 

@@ -266,8 +266,17 @@ class Queue:
                 calls.popleft()
                 if (call := work._call) is None:
                     self._carry_out(work)
-                else:
-                    call[0].run(call, self._carry_out, work)
+                    continue
+                journal = call[0]
+                if journal.current is not None or journal.further:
+                    with journal.blocking(call):
+                        self._carry_out(work)
+                    continue
+                journal.current = call, None, self.carrier, None  # ``Journal.run`` without its cost
+                try:
+                    self._carry_out(work)
+                finally:
+                    journal.current = None
         finally:
             self._stolen = before
 
@@ -306,7 +315,12 @@ class Queue:
                 raise  # Ctrl-C, for the thread that waits
         else:
             del run, buffers
-            work._finish()
+            if work._done or work._is_asked:
+                work._finish()
+                return
+            work._done = True  # the same without a call, for latency
+            if work._is_asked:
+                work._tell()
 
     # -- the worker thread ---------------------------------------------------------------------------
 

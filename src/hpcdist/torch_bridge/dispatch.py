@@ -216,7 +216,7 @@ for _name, (_carry_out, _place) in ASKING.items():
 OPTION_TYPES = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 PASSED = PLAIN_TYPES | OPTION_TYPES | {int, type(None)}  # that wrap nothing
 DEFAULT: Any = torch.Tensor.__torch_dispatch__
-TIMED = {each for each in OPTION_TYPES if hasattr(each, "timeout")}
+TIMED = {timedelta, *(each for each in OPTION_TYPES if hasattr(each, "timeout"))}
 
 
 def needs(values: Iterable[Any]) -> tuple[float | None, bool]:
@@ -228,10 +228,13 @@ def needs(values: Iterable[Any]) -> tuple[float | None, bool]:
     for value in values:
         kind = value.__class__
         if kind is list or kind is tuple:
-            is_wrapped = is_wrapped or (not PLAIN_TYPES.issuperset(map(type, value)) and needs(value)[1])
-        elif kind in TIMED or kind is timedelta:
+            for each in value:
+                if each.__class__ not in PLAIN_TYPES:
+                    is_wrapped = is_wrapped or needs(value)[1]
+                    break
+        elif kind in TIMED:
             given: timedelta = value if kind is timedelta else value.timeout
-            if seconds is None and given > NO_TIMEOUT:
+            if given > NO_TIMEOUT and seconds is None:
                 seconds = min(given, LONGEST_TIMEOUT).total_seconds()
         elif kind not in PASSED:
             is_wrapped = is_wrapped or getattr(kind, "__torch_dispatch__", DEFAULT) is not DEFAULT
