@@ -153,3 +153,6 @@ def _after_collection(
 
 
 gc.callbacks.append(_after_collection)
+
+# the code, with what it calls, in which Python only prints an exception, such as that of Ctrl-C
+PRINTING: frozenset[Any] = frozenset(each.__code__ for each in (KeptAlive.__del__, _after_collection))

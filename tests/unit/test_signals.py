@@ -53,6 +53,21 @@ def sigterm_after_such_a_loop():
     send(signal.SIGTERM)
     time.sleep(5)
 
+def sigint_while_a_work_is_dropped():
+    from hpcdist.core.work import DoneWork
+    from hpcdist_stores.keep_alive import KeptAlive
+    dist.init_process_group("loopback")
+    def address(kept, *_):
+        signal.raise_signal(signal.SIGINT)
+        return id(kept)
+    work, delete = DoneWork([])._for_cpp(), KeptAlive.__del__
+    delete.__defaults__ = (address, *delete.__defaults__[1:])
+    try:
+        del work
+        time.sleep(5)
+    except KeyboardInterrupt:
+        return "raised"
+
 def sigterm_past_our_function():
     dist.init_process_group("loopback")
     pythons_own(-1)
@@ -193,6 +208,7 @@ TRUE = (
     "heard_beside_a_loop_while_python_does_not_run",
     "descriptors",
     "interrupts_that_the_program_has_caught",
+    "sigint_while_a_work_is_dropped",
     "in_children",
     "handler_of_faulthandler",
     "hook_of_a_child_with_a_group_of_its_own",

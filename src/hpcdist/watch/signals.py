@@ -12,7 +12,8 @@ without a handler it would end them.
 SIGINT (Ctrl-C) raises KeyboardInterrupt as usual. If the main thread is still in the interrupted call 1 s later, the
 watchdog ends that call, as an overdue one: the program then gets its KeyboardInterrupt, or the job is aborted. The
 program may have caught its KeyboardInterrupt, and be in the next call, before the watchdog looks. So a handler of ours
-replaces Python's, also as ``signal.default_int_handler``, and writes to the descriptor that it has run.
+replaces Python's, also as ``signal.default_int_handler``, and writes to the descriptor that it has run. Where Python
+would only print the KeyboardInterrupt, as in the ``__del__`` of a Work, it runs again a moment later.
 
 Python has only one such descriptor, and asyncio, for example, sets its own with its first handler and none after its
 last: the watchdog would see no signal any more, and SIGTERM would do nothing. So ours stays set,
@@ -29,14 +30,19 @@ import os
 import signal
 import socket
 import threading
+import time
+from _thread import interrupt_main, start_new_thread
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
+
+from hpcdist_stores.keep_alive import PRINTING
 
 # the signals, and the handlers that ours replaces
 WATCHED = {signal.SIGUSR1: (signal.SIG_DFL, signal.SIG_IGN), signal.SIGTERM: (signal.SIG_DFL,), signal.SIGINT: ()}
 
+AGAIN_SECONDS = 0.001
 HANDLED = 0  # in place of a signal's number: Python has raised KeyboardInterrupt for all earlier SIGINTs
 
 set_wakeup_fd = signal.set_wakeup_fd  # Python's own
@@ -67,7 +73,7 @@ class Signals:
         signal.set_wakeup_fd = self._want
         self._left = [number for number in WATCHED if is_handled_in_c(number)]
         self._handle([number for number in WATCHED if number not in self._left])
-        signal.default_int_handler = self._raises
+        signal.default_int_handler = self._raises  # type: ignore[assignment]  # which does not always raise
         if signal.getsignal(signal.SIGINT) is default_int_handler:
             signal.signal(signal.SIGINT, self._raises)
         self._is_installed = True
@@ -125,8 +131,14 @@ class Signals:
             with suppress(OSError):
                 self.writer.send(bytes([number]))
 
-    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+    def _raise(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT as Python does, and write that it was handled."""
+        caller = frame
+        while caller is not None:
+            if caller.f_code in PRINTING:
+                start_new_thread(interrupt_later, ())
+                return
+            caller = caller.f_back
         with suppress(OSError):
             self.writer.send(bytes([HANDLED]))
         default_int_handler(number, frame)
@@ -152,6 +164,12 @@ class Signals:
     def ends_process(self, number: int) -> bool:
         """Tell whether a signal must end the process now."""
         return number == signal.SIGTERM and not self.is_asked and signal.getsignal(number) == self._note
+
+
+def interrupt_later() -> None:
+    """Let the main thread handle SIGINT again, when it has left the code that it is in."""
+    time.sleep(AGAIN_SECONDS)
+    interrupt_main()
 
 
 def is_pythons(handler: Any) -> bool:
