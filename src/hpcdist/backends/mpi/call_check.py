@@ -330,13 +330,11 @@ class CallCheck:
         def is_known() -> bool:
             last, leader, each = number - 1, board.own, number
             while each < number + RING:
-                begun = [r for r in self._begun(each) if board.said(r, each).name not in NO_CALLS]
-                inside = [r for r in begun if board.failing[r] != each]
-                if not all(board.fit(*pair, each) for pair in combinations(inside, 2)):
-                    return False  # one of them is about to see the difference
+                if (inside := self._inside(each)) is None:
+                    return False
                 if inside:
                     last, leader = each, inside[0]
-                if not begun:
+                if not any(board.said(r, each).name not in NO_CALLS for r in self._begun(each)):
                     break
                 each += 1
             found[:] = [(last, leader)]
@@ -345,6 +343,13 @@ class CallCheck:
         self._wait(is_known)
         ((last, leader),) = found
         board.decide(index, number, last, leader)
+
+    def _inside(self, number: int) -> list[int] | None:
+        """Return the ranks that are in a call or on their way there; None while one is about to see a difference."""
+        board = self.board
+        begun = [r for r in range(len(board.ranks)) if board.has(r, number) and board.failing[r] != number]
+        inside = [r for r in begun if board.said(r, number).name not in NO_CALLS]
+        return inside if all(board.fit(*pair, number) for pair in combinations(inside, 2)) else None
 
     def look_back(self, number: int) -> None:
         """Raise after a call if others have found it to differ from theirs."""
@@ -384,6 +389,7 @@ class CallCheck:
             differs = board.decision(self.handled + 1)[0]
             for r in range(len(board.ranks)):
                 self._wait(lambda r=r: board.has_come_to(r, number) or board.stopped[r] >= differs)  # type: ignore[misc]
+            self._wait(lambda: self._inside(number) is not None)
         makers = [leader]
         for is_failing in (False, True):
             for r in range(len(board.ranks)):
@@ -405,7 +411,7 @@ class CallCheck:
             counts = None
             if its in EXCHANGES and self.compares_shares:  # the ranks in it find that this one takes no part
                 its, counts = ALL_TO_ALL, ([0] * ranks, [0] * ranks)
-            elif its in EXCHANGES and (said.size < 0 or ranks == 2):
+            elif its in EXCHANGES:
                 its, counts = ALL_TO_ALL, self._shares(leader, number)
             elif said.size >= COUNTED and (theirs := board.counts(leader, number)) is not None:
                 shares = theirs[1] if its is ALL_GATHER else theirs[0]
@@ -421,14 +427,13 @@ class CallCheck:
                 send = recv = None  # type: ignore[assignment]
             self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
 
-    def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
-        """Return this rank's shares, to take part in an exchange; None if it does not know them."""
+    def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]]:
+        """Return this rank's shares, to take part in an exchange of ranks whose shares are all on the board."""
         board, me, ranks = self.board, self._communicator.rank, self._communicator.size
         sent, received = [0] * ranks, [0] * ranks
         for maker in self._makers(leader, number):
             theirs = board.counts(maker, number)
-            if theirs is None or len(board.ranks) < ranks:
-                return None
+            assert theirs is not None
             sent[board.ranks[maker]], received[board.ranks[maker]] = theirs[1][me], theirs[0][me]
         return sent, received
 
