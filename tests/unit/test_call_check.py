@@ -98,7 +98,9 @@ def programs(rng, size):
         ranks = [[*common, (ALL_REDUCE, 9, 0)] for _ in range(size)]
         for rank in odd:
             row, length, _ = common[spot]
-            other = (row, length, (rank + rng.randrange(1, size)) % size) if row is ALL_TO_ALL_SINGLE else drawn(rng, size)
+            other = drawn(rng, size)
+            if row is ALL_TO_ALL_SINGLE:
+                other = row, length, (rank + rng.randrange(1, size)) % size
             ranks[rank][spot : spot + 1] = [] if rng.random() < 0.3 else [other]
         yield ranks
 
@@ -141,20 +143,29 @@ def _many_switches_of_threads():
     sys.setswitchinterval(before)
 
 
-def run_rounds(size, rounds, pause):
+class SlowCheck(CallCheck):
+    """A rank that loses its core after it has seen a difference, before it says so."""
+
+    def fail(self, number, make):
+        time.sleep(random.choice([0, 0.005]))
+        super().fail(number, make)
+
+
+def run_rounds(size, rounds, pause, kind=CallCheck):
     """Make the calls of each round on threads in place of ranks, and check that all raise if calls differ.
 
     Args:
         size: how many ranks.
         rounds: by round and rank, calls as ``make`` takes them.
         pause: returns how many seconds a rank waits before a call; it takes the rank and the call's row.
+        kind: the class of the check.
     """
     memory, library = mmap.mmap(-1, bytes_of(size, size)), Library(size)
     raised = [[] for _ in range(size)]
     gate = threading.Barrier(size, timeout=SECONDS)
 
     def run(rank):
-        check = CallCheck(Communicator(rank, size), lambda call: library.make(rank, call), None, True)
+        check = kind(Communicator(rank, size), lambda call: library.make(rank, call), None, True)
         check.is_open, check.board = True, CallBoard(memory, list(range(size)), rank, size)
         for ranks in rounds:
             failure = None
@@ -186,6 +197,20 @@ def test_every_rank_raises_and_the_library_sees_equal_calls(seed):
     rounds = list(programs(rng, size))
     picks = [random.Random(size * seed + rank) for rank in range(size)]
     run_rounds(size, rounds, lambda rank, _: picks[rank].random() * 0.002 if picks[rank].random() < 0.1 else 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_see_a_difference_late(seed):
+    """Of exchanges that do not fit between some ranks, each rank knows the same ones that are in the library."""
+    rng = random.Random(seed)
+    size, rounds = rng.choice([3, 4, 5]), []
+    for _ in range(8):
+        length = rng.randrange(1, 5)
+        ranks = [[(ALL_TO_ALL_SINGLE, length, None), (ALL_REDUCE, 9, 0)] for _ in range(size)]
+        for rank in rng.sample(range(size), rng.choice([1, 2, 3])):
+            ranks[rank][0] = ALL_TO_ALL_SINGLE, length, (rank + rng.randrange(1, size)) % size
+        rounds.append(ranks)
+    run_rounds(size, rounds, lambda rank, row: 0.003 * (row is ALL_TO_ALL_SINGLE and rank > 0), SlowCheck)
 
 
 def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():
