@@ -257,10 +257,11 @@ def test_counts_stay_until_the_last_rank_has_read_them(group, rank, size, monkey
 def test_a_rank_that_comes_to_an_exchange_after_the_decision_about_it(group, rank, size):
     splits = [1 + rank + other for other in range(size)]
     given = torch.ones(sum(splits))
+    dist.barrier(group)
+    board = group.any_backend().check.board
+    decided = board.decided[0]  # before the exchanges: the others may differ before this rank has returned from them
     for _ in range(2 * call_board.COUNTS_KEPT):
         dist.all_to_all_single(torch.empty_like(given), given, splits, splits, group)
-    board = group.any_backend().check.board
-    decided = board.decided[0]
     if size == 2 or len(board.ranks) < size:
         return
     while rank == 0 and board.decided[0] == decided:
