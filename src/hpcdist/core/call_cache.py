@@ -152,7 +152,7 @@ class CallCache(dict[Any, tuple[Any, ...]]):
         is_like = likeness_of(given, tensors, backend.size if any_size else 0)
         run_queued = torch.inference_mode()(run) if any(each.is_inference() for each in tensors) else run
         if len(tensors) > 1:
-            run_queued = run_on_unchanged(run_queued, row, tensors, backend.size if any_size else 0)
+            run_queued = run_on_unchanged(run_queued, row, send, recv, backend.size if any_size else 0)
         self.keep(
             kind,
             CachedCall(
@@ -251,19 +251,20 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
     return fit if LIST not in (send.__class__, recv.__class__) else on_lists(are_equal, send, recv)
 
 
-def run_on_unchanged(run: Run, row: Row, tensors: list[torch.Tensor], ranks: int) -> Run:
+def run_on_unchanged(run: Run, row: Row, send: Any, recv: Any, ranks: int) -> Run:
     """Return a function that runs a call unless its tensors' sizes do not fit any more, since it was made.
 
-    ``ranks`` as for ``likeness_of``. Of one tensor the library gets the size that it has then.
+    Input and output are like these; ``ranks`` as for ``likeness_of``. Of one tensor the library gets its present size.
     """
-    sizes = list(map(NBYTES, tensors))
+    sizes, fits = list(map(NBYTES, tensors_of(send, recv))), row.fits
+    is_pair = ranks > 0 and LIST not in (send.__class__, recv.__class__)
 
     def run_queued(send: Any, recv: Any) -> None:
-        if LIST in (send.__class__, recv.__class__) or not ranks:
+        if is_pair:
+            is_right = fits(send.nbytes, recv.nbytes, ranks)
+        else:
             found = list(map(NBYTES, tensors_of(send, recv)))
             is_right = len(set(found)) == 1 if ranks else found == sizes
-        else:
-            is_right = row.fits(send.nbytes, recv.nbytes, ranks)
         if not is_right:
             raise resized(row.name)
         run(send, recv)
