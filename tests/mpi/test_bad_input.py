@@ -487,6 +487,47 @@ def test_a_list_of_which_one_tensor_has_no_memory(size):
     dist.all_reduce_coalesced([one(), freed(0)])  # has no elements
 
 
+RESIZED_LATER = {
+    "all_gather_into_tensor": lambda make, n: (dist.all_gather_into_tensor, (make(n), make(1))),
+    "reduce_scatter_tensor": lambda make, n: (dist.reduce_scatter_tensor, (make(1), make(n))),
+    "all_to_all_single": lambda make, n: (dist.all_to_all_single, (make(n), make(n))),
+    "all_gather": lambda make, n: (dist.all_gather, ([make(1) for _ in range(n)], make(1))),
+    "reduce_scatter": lambda make, n: (dist.reduce_scatter, (make(1), [make(1) for _ in range(n)])),
+    "all_to_all": lambda make, n: (dist.all_to_all, ([make(1) for _ in range(n)], [make(1) for _ in range(n)])),
+    "coalesced": lambda make, n: (dist.all_reduce_coalesced, ([make(1), make(1)],)),
+}
+
+
+@pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's backend")
+@pytest.mark.parametrize("before", [0, 80], ids=["first", "repeated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RESIZED_LATER)
+def test_a_tensor_that_got_less_memory_before_an_asynchronous_call_was_carried_out(name, dtype, before, size):
+    """MPI wrote past it."""
+    made, group = [], dist.new_group()
+
+    def make(parts):
+        made.append(torch.ones(parts * 500, dtype=dtype))
+        return made[-1]
+
+    def begin():
+        made.clear()
+        call, tensors = RESIZED_LATER[name](make, size)
+        return call(*tensors, group=group, async_op=True)
+
+    for _ in range(before):  # until the group knows the call
+        begin().wait()
+    for index in range(len(made) or 2):
+        memory = torch.zeros(4000, dtype=dtype)
+        with group.cpu.open_queue()._turn:  # nobody carries it out
+            work = begin()
+            made[index].data = memory[:7]
+        with pytest.raises(ValueError, match="resized"):
+            work.wait()
+        assert not memory.any()
+    dist.destroy_process_group(group)
+
+
 FREED_LATER = {
     "all_reduce": lambda make, n, how: dist.all_reduce(make(), **how),
     "half": lambda make, n, how: dist.all_reduce(make(dtype=torch.bfloat16), **how),

@@ -207,6 +207,20 @@ def test_one_exchange_after_another_that_does_not_fit(room, group, rank, size, m
         refused("all_to_all", dist.all_to_all_single, torch.empty_like(given), given, splits, splits, group)
 
 
+@pytest.mark.parametrize("late", range(4))
+def test_an_exchange_that_does_not_fit_between_two_ranks(late, group, rank, size):
+    """The last rank sends rank 0 more, or less; its exchanges with the others fit, and all of theirs are equal."""
+    dist.barrier(group)
+    for more in (-1000, 200_000):
+        sent, received = [50_000] * size, [50_000] * size
+        if rank == size - 1:
+            sent[0] += more
+        if rank == late:
+            time.sleep(0.2)
+        refused("all_to_all", dist.all_to_all_single, torch.empty(sum(received)), torch.ones(sum(sent)), received, sent,
+                group)  # fmt: skip
+
+
 def test_counts_stay_until_the_last_rank_has_read_them(group, rank, size, monkeypatch):
     """Rank 0 exchanges nothing with the last one, and so may have made its next exchange before that one stands in."""
     check = group.any_backend().check
@@ -243,10 +257,11 @@ def test_counts_stay_until_the_last_rank_has_read_them(group, rank, size, monkey
 def test_a_rank_that_comes_to_an_exchange_after_the_decision_about_it(group, rank, size):
     splits = [1 + rank + other for other in range(size)]
     given = torch.ones(sum(splits))
+    dist.barrier(group)
+    board = group.any_backend().check.board
+    decided = board.decided[0]  # before the exchanges: the others may differ before this rank has returned from them
     for _ in range(2 * call_board.COUNTS_KEPT):
         dist.all_to_all_single(torch.empty_like(given), given, splits, splits, group)
-    board = group.any_backend().check.board
-    decided = board.decided[0]
     if size == 2 or len(board.ranks) < size:
         return
     while rank == 0 and board.decided[0] == decided:

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Faults, Membership, Windows
+from hpcdist.core.buffers import resized
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import DistBackendError
@@ -90,9 +91,12 @@ class Backend(ABC):
 
     def enqueue(self, call: Call, run: Callable[[Call], None]) -> Work:
         """Queue one collective for this communicator's worker thread, and what runs it."""
+        sizes = call.sizes()
 
         def carry_out() -> None:
             call.locate()
+            if call.sizes() != sizes:
+                raise resized(call.row.name)
             run(call)
             if call.finish is not None:
                 call.finish()

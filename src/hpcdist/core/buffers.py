@@ -413,6 +413,14 @@ def check_memory(*tensors: torch.Tensor) -> None:
             )
 
 
+def resized(call: str) -> MismatchError:
+    """Return the error of a call whose tensors have other sizes than when it was made."""
+    return MismatchError(
+        f"{call}: a tensor was resized, or got other memory, after the call was made and before it began; expected it "
+        "to stay as it is until wait()"
+    )
+
+
 def check_length(call: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
     """Raise unless a list has one tensor for each rank."""
     if len(tensors) != size:

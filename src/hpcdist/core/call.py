@@ -50,6 +50,11 @@ class Call(NamedTuple):
             elif each is not None:
                 check_memory(each)
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of each of its tensors, as they are now."""
+        sides = [side for side in (self.send, self.recv) if side is not None]
+        return [each.nbytes for side in sides for each in (side.tensors if side.__class__ is TensorList else [side])]
+
     def without_memory(self) -> Call:
         """Return the call without its tensors, to be kept and repeated ``on`` others."""
         send, recv = map(without_memory, (self.send, self.recv))

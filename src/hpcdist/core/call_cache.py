@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.buffers import PLAIN_TYPES, Copies, LentCopies, TensorList, as_splits
+from hpcdist.core.buffers import PLAIN_TYPES, Copies, LentCopies, TensorList, as_splits, resized
 from hpcdist.core.call import Call, Run, Start
 from hpcdist.core.queue import LARGE_BYTES
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row
@@ -151,6 +151,8 @@ class CallCache(dict[Any, tuple[Any, ...]]):
             large_from = LARGE_BYTES // max(1, made.nbytes // max(1, tensors[0].nbytes))
         is_like = likeness_of(given, tensors, backend.size if any_size else 0)
         run_queued = torch.inference_mode()(run) if any(each.is_inference() for each in tensors) else run
+        if len(tensors) > 1:
+            run_queued = run_on_unchanged(run_queued, row, send, recv, backend.size if any_size else 0)
         self.keep(
             kind,
             CachedCall(
@@ -247,6 +249,27 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
         )  # fmt: skip
 
     return fit if LIST not in (send.__class__, recv.__class__) else on_lists(are_equal, send, recv)
+
+
+def run_on_unchanged(run: Run, row: Row, send: Any, recv: Any, ranks: int) -> Run:
+    """Return a function that runs a call unless its tensors' sizes do not fit any more, since it was made.
+
+    Input and output are like these; ``ranks`` as for ``likeness_of``. Of one tensor the library gets its present size.
+    """
+    sizes, fits = list(map(NBYTES, tensors_of(send, recv))), row.fits
+    is_pair = ranks > 0 and LIST not in (send.__class__, recv.__class__)
+
+    def run_queued(send: Any, recv: Any) -> None:
+        if is_pair:
+            is_right = fits(send.nbytes, recv.nbytes, ranks)
+        else:
+            found = list(map(NBYTES, tensors_of(send, recv)))
+            is_right = len(set(found)) == 1 if ranks else found == sizes
+        if not is_right:
+            raise resized(row.name)
+        run(send, recv)
+
+    return run_queued
 
 
 def on_lists(check: Likeness, send: Any, recv: Any) -> Likeness:

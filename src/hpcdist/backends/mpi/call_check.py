@@ -7,10 +7,11 @@ others' words of the same number:
    it: the barriers of both have an order, and the second reads what the first wrote before its barrier.
 2. No difference, or no other rank has come yet: make the call, and then look whether a decision was made meanwhile.
 3. A difference: the rank writes that it has seen one and makes no call. One of those ranks decides for all (they take
-   turns). A rank that has begun the call and has not written that it sees the difference is in MPI or on its way there.
-   By step 1 all such ranks make one and the same call. If there are none, all raise. Otherwise they may block, and only
-   their own call can free them: every rank that has made another one takes part in theirs with memory of its own. A
-   rank that returns from the call finds the decision, and raises too.
+   turns). It stops the call: no rank that has not begun it enters it. Those that have begun it, and have not written
+   that they see the difference, are in MPI or on their way there: the decision names them, and by step 1 their calls
+   match. If there are none, all raise. Otherwise they may block, and only their own call can free them: every other
+   rank takes part in theirs with memory of its own. A rank that returns from the call finds the decision, and raises
+   too.
 
 MPI has then carried out the same calls on all ranks, so that the group can be used again. Calls that do not wait for
 others, such as a broadcast on its root, let a rank run ahead. It waits before its words would be lost, and the rank
@@ -285,7 +286,7 @@ class CallCheck:
     def _is_stopped_before(self, number: int) -> bool:
         """Tell whether there is a decision about an earlier call that this rank has not carried out."""
         board = self.board
-        return board.decided[0] != self.handled and board.decision(self.handled + 1)[0] < number
+        return board.decided[0] != self.handled and board.differs() < number
 
     def _have_all_followed(self) -> bool:
         """Tell whether all ranks have carried out the last decision, and so have read its words."""
@@ -323,40 +324,36 @@ class CallCheck:
         board = self.board
         # until then a slower rank may read the words that these replace
         self._wait(self._have_all_followed)
-        board.stop(number)
+        board.stop(number if self.log is None else number + 1)  # other nodes compare the word of this call
         fence()
-        found: list[tuple[int, int]] = []
+        reached: list[int] = []
 
         def is_known() -> bool:
-            last, leader, each = number - 1, board.own, number
-            while each < number + RING:
+            reached[:] = [number - 1] * len(board.ranks)
+            for each in range(number, number + RING):
                 begun = [r for r in self._begun(each) if board.said(r, each).name not in NO_CALLS]
                 inside = [r for r in begun if board.failing[r] != each]
                 if not all(board.fit(*pair, each) for pair in combinations(inside, 2)):
                     return False  # one of them is about to see the difference
-                if inside:
-                    last, leader = each, inside[0]
+                for r in inside:
+                    reached[r] = each
                 if not begun:
                     break
-                each += 1
-            found[:] = [(last, leader)]
             return True
 
         self._wait(is_known)
-        ((last, leader),) = found
-        board.decide(index, number, last, leader)
+        board.decide(index, number, reached)
 
     def look_back(self, number: int) -> None:
         """Raise after a call if others have found it to differ from theirs."""
         index = self.handled + 1
-        if self.board.decision(index)[0] <= number:
+        if self.board.differs() <= number:
             self._follow(index, number, None)
 
     def _follow(self, index: int, number: int, make: Callable[[], Any] | None) -> None:
         """Carry out a decision, given this rank's call and its function (None if it was made), and raise."""
         board = self.board
-        differs, last, leader = board.decision(index)
-        board.stopped[board.own] = number
+        differs, last = board.differs(), board.last()
         error = self._error(differs, number)
         if self.log is not None:
             self.log.was_raised = True
@@ -366,10 +363,10 @@ class CallCheck:
             for each in range(number + (make is None), last + 1):
                 # of a new group, which lacks the ranks that stand in; of calls that other nodes do not make
                 with suppress(MismatchError, *([] if self.log is None else [DistBackendError])):
-                    if make is not None and each == number and board.own in self._makers(leader, number):
+                    if make is not None and each == number and self._is_own(number):
                         make()
                     else:
-                        self._stand_in(leader, each)
+                        self._stand_in(board.makers(each), each)
         finally:
             board.forget(self._start)  # all ranks have carried out the decision before this one
             self.handled = board.followed[board.own] = index
@@ -377,23 +374,15 @@ class CallCheck:
             self.number = self._start - 1
         raise error
 
-    def _makers(self, leader: int, number: int) -> list[int]:
-        """Return the ranks that carry out a call by themselves, while others take part in it by ``_stand_in``."""
+    def _is_own(self, number: int) -> bool:
+        """Tell whether this rank takes part in other ranks' call by its own, which is the same."""
         board = self.board
-        if board.said(leader, number).name == ALL_TO_ALL_SINGLE.name:  # its shares are known to pairs of ranks
-            differs = board.decision(self.handled + 1)[0]
-            for r in range(len(board.ranks)):
-                self._wait(lambda r=r: board.has_come_to(r, number) or board.stopped[r] >= differs)  # type: ignore[misc]
-        makers = [leader]
-        for is_failing in (False, True):
-            for r in range(len(board.ranks)):
-                if board.has(r, number) and (board.failing[r] == number) is is_failing and r not in makers:
-                    makers += [r] if all(board.fit(r, maker, number) for maker in makers) else []
-        return makers
+        makers, said = board.makers(number), board.said(board.own, number)
+        return board.own in makers or (said.name != ALL_TO_ALL_SINGLE.name and said == board.said(makers[0], number))
 
-    def _stand_in(self, leader: int, number: int) -> None:
-        """Take part in a call of another rank's with memory of its own, so that the ranks in it return."""
-        board, communicator = self.board, self._communicator
+    def _stand_in(self, makers: list[int], number: int) -> None:
+        """Take part in other ranks' call with memory of its own, so that they return."""
+        board, communicator, leader = self.board, self._communicator, makers[0]
         said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
         if said.name in OBJECTS:
             self._stand_in_for_objects(said.name, said.root)
@@ -405,8 +394,8 @@ class CallCheck:
             counts = None
             if its in EXCHANGES and self.compares_shares:  # the ranks in it find that this one takes no part
                 its, counts = ALL_TO_ALL, ([0] * ranks, [0] * ranks)
-            elif its in EXCHANGES and (said.size < 0 or ranks == 2):
-                its, counts = ALL_TO_ALL, self._shares(leader, number)
+            elif its in EXCHANGES:
+                its, counts = ALL_TO_ALL, self._shares(makers, number)
             elif said.size >= COUNTED and (theirs := board.counts(leader, number)) is not None:
                 shares = theirs[1] if its is ALL_GATHER else theirs[0]
                 mine = [shares[rank]]
@@ -421,14 +410,13 @@ class CallCheck:
                 send = recv = None  # type: ignore[assignment]
             self._carry_out(Call(its, send, recv, op, said.root if its.rooted else None, counts))
 
-    def _shares(self, leader: int, number: int) -> tuple[list[int], list[int]] | None:
-        """Return this rank's shares, to take part in an exchange; None if it does not know them."""
+    def _shares(self, makers: list[int], number: int) -> tuple[list[int], list[int]]:
+        """Return this rank's shares, to take part in an exchange of ranks whose shares are all on the board."""
         board, me, ranks = self.board, self._communicator.rank, self._communicator.size
         sent, received = [0] * ranks, [0] * ranks
-        for maker in self._makers(leader, number):
+        for maker in makers:
             theirs = board.counts(maker, number)
-            if theirs is None or len(board.ranks) < ranks:
-                return None
+            assert theirs is not None
             sent[board.ranks[maker]], received[board.ranks[maker]] = theirs[1][me], theirs[0][me]
         return sent, received
 

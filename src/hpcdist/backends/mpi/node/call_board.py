@@ -34,7 +34,6 @@ RING = 4 * BLOCK
 LAST = RING - 1
 COUNTS_KEPT = 8  # the calls among them whose counts can be read
 COUNTS_BYTES = 1 << 20  # the most memory for counts, in bytes; larger groups write none
-DECISIONS = 16
 # The bits of a word, from the lowest: the number, the size, the root, the op, the dtype, and 5 for the call; 63 in all.
 NUMBER_BITS, SIZE_BITS, ROOT_BITS, OP_BITS, DTYPE_BITS = 16, 17, 15, 4, 6
 NUMBER = (1 << NUMBER_BITS) - 1
@@ -163,6 +162,9 @@ def _parts(call: Call) -> int:
     return 2 if call.op is None and call.tensor.dtype.is_complex else 1
 
 
+STOP_SAID = kind_word(STOP)
+
+
 class CallBoard:
     """The words of the ranks of one group on one node."""
 
@@ -176,14 +178,14 @@ class CallBoard:
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
         # for each rank: the number of the call in which it has found a difference, how many decisions it has carried
-        # out, and the number of its last call before it began to carry out one
-        self.failing, self.followed, self.stopped, self._choosing, self._tickets = (
-            cells[begin + i * count : begin + (i + 1) * count] for i in range(5)
+        # out, the last call that it carries out by itself, and its word in whose place it has written ``STOP``
+        self.failing, self.followed, self._reached, self._replaced, self._choosing, self._tickets = (
+            cells[begin + i * count : begin + (i + 1) * count] for i in range(6)
         )
-        begin += 5 * count
+        begin += 6 * count
         self.decided = cells[begin : begin + 1]  # the number of decisions
-        self._decisions = cells[begin + 1 : begin + 1 + 3 * DECISIONS]
-        begin += 1 + 3 * DECISIONS
+        self._differs = cells[begin + 1 : begin + 2]  # the number of the call in which ranks differ, of the last one
+        begin += 2
         length = 2 * size
         self._counts = None
         self.has_counts = has_counts(count, size)
@@ -223,13 +225,17 @@ class CallBoard:
 
     def said(self, index: int, number: int) -> BoardCall:
         at = number & LAST
-        return read(self.whats[index][at], self.sizes[index][at])
+        word = self.whats[index][at]
+        if word == STOP_SAID + (number & NUMBER) and not (self._replaced[index] - number) & NUMBER:
+            word = self._replaced[index]
+        return read(word, self.sizes[index][at])
 
     def stop(self, number: int) -> None:
-        """Let no rank begin a call after this one before it has seen the decision."""
-        mine, word = self.whats[self.own], kind_word(STOP)
-        for each in range(number + 1, number + RING):
-            mine[each & LAST] = word + (each & NUMBER)
+        """Let no rank begin a call from this one on before it has seen the decision."""
+        mine = self.whats[self.own]
+        self._replaced[self.own] = mine[number & LAST]
+        for each in range(number, number + RING):
+            mine[each & LAST] = STOP_SAID + (each & NUMBER)
 
     def forget(self, start: int) -> None:
         """Erase the words of this rank's calls before a number, so that they match no later call.
@@ -286,16 +292,22 @@ class CallBoard:
 
     # -- decisions -----------------------------------------------------------------------------------
 
-    def decision(self, index: int) -> tuple[int, int, int]:
-        """Return the number of the call in which ranks differ, that of the last call to carry out, and whose it is."""
-        begin = index % DECISIONS * 3
-        number, last, leader = self._decisions[begin : begin + 3].tolist()
-        return number, last, leader
+    def differs(self) -> int:
+        """Return the number of the call in which ranks differ, of the last decision."""
+        return self._differs[0]
 
-    def decide(self, index: int, number: int, last: int, leader: int) -> None:
-        begin = index % DECISIONS * 3
-        for offset, value in enumerate((number, last, leader)):
-            self._decisions[begin + offset] = value
+    def makers(self, number: int) -> list[int]:
+        """Return the ranks that carry out a call by themselves, by the last decision; others take part in theirs."""
+        return [r for r, reached in enumerate(self._reached) if reached >= number]
+
+    def last(self) -> int:
+        """Return the last call that a rank carries out by itself, by the last decision."""
+        return max(self._reached)
+
+    def decide(self, index: int, number: int, reached: list[int]) -> None:
+        self._differs[0] = number
+        for r, each in enumerate(reached):
+            self._reached[r] = each
         fence()
         self.decided[0] = index
 
@@ -325,7 +337,7 @@ def has_counts(count: int, size: int) -> bool:
 
 
 def bytes_of(count: int, size: int) -> int:
-    cells = count * (2 * RING + 5) + 1 + 3 * DECISIONS
+    cells = count * (2 * RING + 6) + 2
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 
 
