@@ -148,12 +148,13 @@ def get_backend_impl(group: str | ProcessGroup | None = None, device: torch.devi
     Raises:
         ValueError: a group that this rank is not in, or ``device`` is None and the group has several backends.
     """
-    pg = member(WORLD.groups.get(group, group) if isinstance(group, str) else group)
+    meant: Any = WORLD.groups.get(group, group) if isinstance(group, str) else group
+    pg = member(meant)
     if device is not None:
         return DeviceBackend(pg, pg.backend(torch.device(device)))
     if len({id(backend) for backend in pg.backends.values()}) > 1:
         raise ValueError(
-            f"group {pg.group_name!r} has several backends ({get_backend_config(group)}); name one by device="
+            f"group {pg.group_name!r} has several backends ({get_backend_config(meant)}); name one by device="
         )
     return DeviceBackend(pg, pg.any_backend())
 
