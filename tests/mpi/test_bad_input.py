@@ -350,7 +350,8 @@ def test_a_batch_with_what_cannot_be_sent_sends_nothing(rank, size):
 
 def test_a_group_of_nobody(size):
     assert dist.new_group([]) is dist.GroupMember.NON_GROUP_MEMBER
-    assert dist.new_group([], use_local_synchronization=True) is None
+    outside = torch_dist.new_group([], use_local_synchronization=True)
+    assert dist.new_group([], use_local_synchronization=True) == outside
 
 
 TAGGED = {

@@ -16,6 +16,9 @@ from hpcdist import dist2
 from hpcdist.backends.mpi.communicator import group_tag
 from hpcdist.core.journal import RING, CallRecord
 from hpcdist.core.world import WORLD
+from hpcdist.torch_bridge.features import has
+
+IN_ORDER = has("`split_group` in the order given")
 
 
 def total(group, value):
@@ -70,7 +73,8 @@ def test_local_synchronization(rank, size):
         dist.destroy_process_group(group)
         dist.destroy_process_group(again)
     else:
-        assert dist.new_group(members, use_local_synchronization=True) is None
+        outside = torch.distributed.new_group(members, use_local_synchronization=True)
+        assert dist.new_group(members, use_local_synchronization=True) == outside
     dist.barrier()
 
 
@@ -123,8 +127,10 @@ def test_split_group(two_ranks, rank, size):
     me = dist.get_rank(parent)
     assert dist.get_process_group_ranks(child) == ([size - 1] if me == 0 else list(range(size - 1))[::-1])
     assert total(child, rank) == (size - 1 if me == 0 else sum(range(size - 1)))
-    partial = dist.split_group(None, [[0]])
-    assert (partial is None) == (rank != 0)
+    partial, outside = dist.split_group(None, [[0]]), dist.GroupMember.NON_GROUP_MEMBER if IN_ORDER else None
+    assert (partial == outside) == (rank != 0)
+    turned = dist.split_group(None, [list(range(size))[::-1]])
+    assert dist.get_process_group_ranks(turned) == sorted(range(size), reverse=IN_ORDER)
     for bad in ([], [[]], [[0, 0]], [[0], [0]], [[size]]):
         with pytest.raises(ValueError, match=r"split|subgroup|duplicate|out of range"):
             dist.split_group(parent, bad)
@@ -299,6 +305,9 @@ def test_the_limit_of_a_group_is_set_and_its_backend_is_shown(world, rank, size)
     device = next(iter(group.backends))
     shown = dist.get_backend_impl(group, torch.device(device))
     assert (shown.options._timeout, shown.name(), shown.size()) == (group.timeout, group.backends[device].name, size)
+    assert dist.get_backend_impl(group.group_name, torch.device(device)).options._timeout == group.timeout
+    with pytest.raises(ValueError, match="'nobody' is not a live group"):
+        dist.get_backend_impl("nobody")
     if len(set(group.backends.values())) == 1:
         assert dist.get_backend_impl(group).name() == shown.name()
     else:
@@ -380,7 +389,7 @@ def test_every_group_is_watched(way, world, rank, size):
         made = next(each for each in reversed(RING.calls) if each[0] is world.journal and each[2] == "create_group")
         assert CallRecord(*made).limit == SHORT.total_seconds()
     if rank == 0:
-        with pytest.raises(dist.DistBackendError, match=r"has not ended after 0\.3 s"):
+        with pytest.raises(dist.DistBackendError, match=r"has not ended .*the timeout is 0\.3 s"):
             dist.recv(torch.ones(1, device="cpu"), group=group, group_src=1)
     dist.barrier()
     group.shutdown()

@@ -129,6 +129,26 @@ def test_a_network_that_the_site_or_the_user_chose_stays(tmp_path: Path, file: s
     assert open_mpi.is_chosen(given, library) is expected
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        (None, "pml = ^ucx\n", True),
+        (None, "btl = ^uct,openib,ofi\n", False),  # Debian's
+        (None, "btl = self,vader\n", False),
+        ("self,ofi", "", True),
+        ("^tcp", "", True),
+        ("^ofi", "", False),
+        ("self,sm", "", False),
+    ],
+)
+def test_whether_btl_ofi_is_opened(tmp_path: Path, variable: str | None, text: str, expected: bool) -> None:
+    path = tmp_path / "etc/openmpi-mca-params.conf"
+    path.parent.mkdir()
+    path.write_text(text)
+    given = {"OPAL_PREFIX": str(tmp_path), **({open_mpi.VARIABLE: variable} if variable else {})}
+    assert open_mpi.opens_btl_ofi(given, None) is expected
+
+
 START_MPI = """
 import os
 from hpcdist.backends.mpi.process import open_mpi, runtime

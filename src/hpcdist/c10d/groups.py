@@ -27,10 +27,14 @@ from hpcdist.core.ranks import as_int, ranks_by_value
 from hpcdist.core.work import check_timeout
 from hpcdist.core.world import NON_GROUP_MEMBER, WORLD
 from hpcdist.launch import environment
+from hpcdist.torch_bridge.features import has
 from hpcdist.watch.logs import LOG
 from hpcdist_stores import PrefixStore
 
 BESIDE = "new_group with another backend"  # than its parent's, as the parent's ranks compare the call
+IS_IN_ORDER = has("`split_group` in the order given")
+# what other ranks get of ``split_group``, and with ``use_local_synchronization``
+OUTSIDE = NON_GROUP_MEMBER if IS_IN_ORDER else None
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
@@ -70,8 +74,8 @@ def new_group(
         sort_ranks: number the group's ranks in ascending order of ``ranks``; if False in the order given.
 
     Returns:
-        The ProcessGroup; on other ranks ``GroupMember.NON_GROUP_MEMBER``, or None with
-        ``use_local_synchronization``.
+        The ProcessGroup; on other ranks ``GroupMember.NON_GROUP_MEMBER``, or with ``use_local_synchronization`` None
+        if this torch is older than 2.14.
 
     Raises:
         ValueError: before init, duplicate ranks, or ranks out of range.
@@ -85,7 +89,7 @@ def new_group(
         return NON_GROUP_MEMBER if made is None else made
     default.any_backend()  # raises if the group has ended
     if default.rank() not in chosen:
-        return None
+        return OUTSIDE
     registry.check_options(pg_options, [each.name for each in default.backends.values()])
     if backend is not None and Backend(backend) != default.config:
         raise ValueError(
@@ -180,19 +184,20 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
     backend: str | None = None,
-) -> ProcessGroup | None:
+) -> Any:
     """Split a group into disjoint subgroups in one step; every rank of the parent calls, and no other.
 
     Args:
         parent_pg: the group to split; None for the default one.
-        split_ranks: for each subgroup, ranks of the parent.
+        split_ranks: for each subgroup, ranks of the parent. A subgroup numbers them in the order given, as torch does
+            since 2.14; in ascending order if this torch is older.
         timeout: the limit of each call on the subgroup; None for the parent's.
         pg_options: c10d's options of the backend, or options of a backend of ``Backend.register_backend``.
         group_desc: a description of the groups; by default the parent's description and ``:split:``.
         backend: a part of the parent's backend string, to keep only these backends.
 
     Returns:
-        This rank's subgroup, or None.
+        This rank's subgroup; on other ranks ``GroupMember.NON_GROUP_MEMBER``, or None if this torch is older than 2.14.
 
     Raises:
         ValueError: empty or overlapping subgroups, duplicate or unknown ranks, or another backend.
@@ -201,13 +206,14 @@ def split_group(
         raise ValueError("split_ranks cannot be None or empty")
     check_timeout(timeout)
     parent = world.resolve(parent_pg)
-    subgroups = check_subgroups(split_ranks, parent.size())
+    subgroups = check_subgroups(split_ranks, parent.size(), is_sorted=not IS_IN_ORDER)
     if not all(subgroups):
         raise ValueError("the split group cannot be empty")
     if backend is not None:
         check_kept(parent, backend)
     description = group_desc if group_desc is not None else f"{parent.group_desc}:split"
-    return make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
+    made = make(parent, subgroups, timeout, backend, pg_options, description, parent.bound_device_id, is_local=True)
+    return OUTSIDE if made is None else made
 
 
 def check_kept(parent: Group, backend: str) -> None:
@@ -223,13 +229,13 @@ def check_kept(parent: Group, backend: str) -> None:
             )
 
 
-def check_subgroups(lists: Iterable[Any], size: int) -> list[list[int]]:
-    """Return the ranks of each subgroup, sorted, checked and disjoint."""
+def check_subgroups(lists: Iterable[Any], size: int, is_sorted: bool = True) -> list[list[int]]:
+    """Return the ranks of each subgroup, checked and disjoint."""
     if not isinstance(lists, Iterable):
         raise TypeError(
             f"subgroups are {format_value(lists)} of type {type(lists).__name__}; expected a list of lists of ints"
         )
-    subgroups, seen = [check_ranks(ranks, True, size) for ranks in lists], dict[int, list[int]]()
+    subgroups, seen = [check_ranks(ranks, is_sorted, size) for ranks in lists], dict[int, list[int]]()
     for ranks in subgroups:
         for rank in ranks:
             if rank in seen:

@@ -138,22 +138,23 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     return list(member(group).ranks)
 
 
-def get_backend_impl(group: ProcessGroup | None = None, device: torch.device | None = None) -> DeviceBackend:
+def get_backend_impl(group: str | ProcessGroup | None = None, device: torch.device | None = None) -> DeviceBackend:
     """Return the backend of a group for a device's tensors (c10d's since torch 2.14).
 
     Args:
-        group: the group; None for the default one.
+        group: the group or its name; None for the default one.
         device: the device; None if the group has one backend for all of its devices.
 
     Raises:
         ValueError: a group that this rank is not in, or ``device`` is None and the group has several backends.
     """
-    pg = member(group)
+    meant: Any = WORLD.groups.get(group, group) if isinstance(group, str) else group
+    pg = member(meant)
     if device is not None:
         return DeviceBackend(pg, pg.backend(torch.device(device)))
     if len({id(backend) for backend in pg.backends.values()}) > 1:
         raise ValueError(
-            f"group {pg.group_name!r} has several backends ({get_backend_config(group)}); name one by device="
+            f"group {pg.group_name!r} has several backends ({get_backend_config(meant)}); name one by device="
         )
     return DeviceBackend(pg, pg.any_backend())
 

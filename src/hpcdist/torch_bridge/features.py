@@ -89,6 +89,13 @@ FEATURES = {
     "`monitored_barrier` only for gloo": Feature(
         "GLOO" in names_in(c10d.monitored_barrier), None, "2.13", "hpcdist lets it take its groups"
     ),
+    "`split_group` in the order given": Feature(
+        "NON_GROUP_MEMBER" in names_in(c10d.split_group),
+        "2.14",
+        None,
+        "with it `split_group` numbers ranks in the order given, and other ranks get `NON_GROUP_MEMBER` of it, and of "
+        "`new_group` with `use_local_synchronization`; without it in ascending order, and None",
+    ),
     "a flight recorder attached to each group": Feature(
         hasattr(c10d, "_maybe_attach_flight_recorder"),
         "2.15",

@@ -74,8 +74,8 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     if first["has_btl_ofi"] and first["start_seconds"] >= open_mpi.SLEEP_SECONDS:
         yield Finding(
             ADVICE,
-            f"MPI_Init took {first['start_seconds']:.1f} s; Open MPI 5 sleeps for 1 s of it where it closes its "
-            "component btl/ofi, which has no device here",
+            f"MPI_Init took {first['start_seconds']:.1f} s; Open MPI sleeps for at least 1 s of it where it closes "
+            "its component btl/ofi, which has no device here",
             "export OMPI_MCA_btl=^ofi   # unless MPI's windows between nodes go over libfabric",
         )
     if first["gpu_memory"]:

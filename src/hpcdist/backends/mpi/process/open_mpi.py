@@ -1,7 +1,8 @@
 """Open MPI's component btl/ofi: excluded while MPI starts on one node, where it only costs a second.
 
-Its close function sleeps for one second ("if we don't sleep, sockets provider freaks out"). Open MPI 5 closes it in
-MPI_Init on a node without a device for it, and in MPI_Finalize on the others. Between the ranks of a node messages go
+Its close function sleeps for one second ("if we don't sleep, sockets provider freaks out"). Open MPI closes it in
+MPI_Init on a node without a device for it, and in MPI_Finalize on the others; 4.1 does too unless a file of parameters
+excludes it, as Debian's does. Between the ranks of a node messages go
 through shared memory (btl/sm), with or without it.
 """
 
@@ -22,7 +23,7 @@ SLEEP_SECONDS = 1.0
 VARIABLE, VALUE = "OMPI_MCA_btl", "^ofi"
 # variables that choose a network, or other files of parameters than those below
 CHOICES = (VARIABLE, "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_mca_base_param_files", "OMPI_MCA_mca_param_files")
-CHOICE_IN_FILE = re.compile(r"^\s*(btl|pml|mtl)\s*=", re.MULTILINE)
+CHOICE_IN_FILE = re.compile(r"^\s*(btl|pml|mtl)\s*=\s*(\S*)", re.MULTILINE)
 FILES = ("openmpi-mca-params.conf", "openmpi-mca-params-override.conf")
 
 # launchers of Open MPI: a variable that they set for each rank, one that counts nodes or ranks, and its value if all
@@ -56,15 +57,24 @@ def folders(environment: Mapping[str, str], library: str | None) -> Iterator[Pat
             yield from Path("/etc").glob("openmpi*")
 
 
-def is_chosen(environment: Mapping[str, str], library: str | None) -> bool:
-    """Tell whether the user or the site has chosen Open MPI's networks, by a variable or in a file of parameters."""
-    if any(environment.get(name) for name in CHOICES):
-        return True
+def choices_in_files(environment: Mapping[str, str], library: str | None) -> list[tuple[str, str]]:
+    """Return the names and values by which the user or the site chose Open MPI's networks in files of parameters."""
     files = [folder / name for folder in folders(environment, library) for name in FILES]
     if home := environment.get("HOME"):
         files.append(Path(home, ".openmpi", "mca-params.conf"))
     readable = (each for each in files if os.path.isfile(each) and os.access(each, os.R_OK))
-    return any(CHOICE_IN_FILE.search(each.read_text(errors="replace")) for each in readable)
+    return [choice for each in readable for choice in CHOICE_IN_FILE.findall(each.read_text(errors="replace"))]
+
+
+def is_chosen(environment: Mapping[str, str], library: str | None) -> bool:
+    """Tell whether the user or the site has chosen Open MPI's networks, by a variable or in a file of parameters."""
+    return any(environment.get(name) for name in CHOICES) or bool(choices_in_files(environment, library))
+
+
+def opens_btl_ofi(environment: Mapping[str, str], library: str | None) -> bool:
+    """Tell whether Open MPI opens btl/ofi: no list of a variable or a file leaves it out."""
+    lists = [environment.get(VARIABLE, ""), *(v for name, v in choices_in_files(environment, library) if name == "btl")]
+    return all(("ofi" in each.lstrip("^").split(",")) != each.startswith("^") for each in lists if each)
 
 
 def can_do_without(MPI: Any) -> bool:
@@ -77,8 +87,9 @@ def can_do_without(MPI: Any) -> bool:
 
 
 def is_used(MPI: Any) -> bool:
-    """Tell whether the MPI that hpcdist started has opened btl/ofi, according to its variable."""
-    return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and "ofi" not in os.environ.get(VARIABLE, "")
+    """Tell whether the MPI that hpcdist started has opened btl/ofi."""
+    library = next(iter(loaded_libraries()), None)
+    return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and opens_btl_ofi(os.environ, library)
 
 
 @contextmanager
