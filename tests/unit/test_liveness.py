@@ -15,6 +15,7 @@ import pytest
 
 from hpcdist.core.journal import Journal
 from hpcdist.core.waiting import wait_until
+from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
@@ -187,6 +188,18 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert not needs(making, 3)
     Journal("destroyed").collective("destroy_process_group")  # of the next default group: names come again
     assert needs(call, 3)
+
+
+def test_only_a_group_without_a_collective_counts_as_destroyed_unused() -> None:
+    journal = Journal("unused")
+    journal.message("isend", None, None, 2)
+    assert not is_destroyed_unused("unused")
+    journal.collective("destroy_process_group")
+    assert is_destroyed_unused("unused")
+    used = Journal("used")
+    used.collective("barrier")
+    used.collective("destroy_process_group")
+    assert not is_destroyed_unused("used")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")
