@@ -272,6 +272,7 @@ def end_threads() -> None:
 
 shutdown.register(shutdown.Stage.THREADS, end_threads)
 shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
+shutdown.register(shutdown.Stage.SIGNALS, lambda: [each.signals.release() for each in RUNNING])
 
 
 def last_call() -> CallRecord | None:
