@@ -85,6 +85,10 @@ if ME == 1:
 for _ in range(2):
     dist.barrier(used)
 try:
+    dist.recv(torch.ones(4), 1, group=group)
+except dist.DistBackendError as error:
+    tell("received", text=str(error))
+try:
     work = dist.all_reduce(torch.ones(4), group=group, async_op=sys.argv[1] == "async")
     if work is not None:
         work.wait()
@@ -96,10 +100,12 @@ time.sleep(60)
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", some(["blocking", "async"], 1))
-def test_a_group_that_a_rank_destroys_before_its_first_call(launcher: str, how: str) -> None:
+def test_a_group_that_a_rank_destroys_before_its_first_message_and_call(launcher: str, how: str) -> None:
     """The group has no call board yet; its timeout is half an hour."""
     with Job(launcher, 3, [how], UNUSED) as job:
         job.wait("away")
+        received = job.expect("received", 2, 20)
+        assert all("rank 1: destroy_process_group" in each["text"] for each in received), received
         if launcher == "openmpi-ulfm":
             raised = job.expect("raised", 2, 20)
             assert all("rank 1: destroy_process_group" in each["text"] for each in raised), raised

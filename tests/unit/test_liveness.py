@@ -190,16 +190,17 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert needs(call, 3)
 
 
-def test_only_a_group_without_a_collective_counts_as_destroyed_unused() -> None:
-    journal = Journal("unused")
-    journal.message("isend", None, None, 2)
-    assert not is_destroyed_unused("unused")
-    journal.collective("destroy_process_group")
-    assert is_destroyed_unused("unused")
-    used = Journal("used")
-    used.collective("barrier")
-    used.collective("destroy_process_group")
-    assert not is_destroyed_unused("used")
+def test_a_group_with_a_collective_or_a_message_does_not_count_as_destroyed_without_one() -> None:
+    def are_unused() -> list[bool]:
+        return [is_destroyed_unused({"group": name, "message": each}) for name in journals for each in (False, True)]
+
+    journals = {each: Journal(each) for each in ("of a message", "of a collective")}
+    journals["of a message"].message("isend", None, None, 2)
+    journals["of a collective"].collective("barrier")
+    assert are_unused() == [False] * 4
+    for each in journals.values():
+        each.collective("destroy_process_group")
+    assert are_unused() == [True, False, False, True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")

@@ -7,7 +7,7 @@ do the same: every rank raises at its next call on the group, and a call under w
 ULFM, or with the job.
 
 Positions do not show two differences, which are found by questions while a call lasts: ranks that make groups of
-different members, and a rank that has destroyed a group in place of its first call.
+different members, and a rank that has destroyed a group in place of its first call or message.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNANSWERED = 3  # questions after which there are no more until another node ans
 KEPT_SECONDS = 0.5  # seconds that a rank has to send the words that it keeps
 RETURN_SECONDS = 1.0  # seconds that calls have to return after a difference was found
 ENDED_GROUPS = 64  # kept for ranks that end them later
-FIRST_SECONDS = 1.0  # seconds after which a rank asks why a group's first call lasts
+FIRST_SECONDS = 1.0  # seconds after which a rank asks whether others have destroyed the group
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
 LONGEST_NAP = 0.02
 
@@ -58,7 +58,7 @@ class CallExchange:
         channel.register(KIND, self._answer)
         channel.register(KEPT_KIND, self._kept)
         channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
-        channel.register(DESTROYED_KIND, lambda message: {"is_unused": is_destroyed_unused(message["group"])})
+        channel.register(DESTROYED_KIND, lambda message: {"is_unused": is_destroyed_unused(message)})
         hooks.compare_calls = self.compare
 
     def _live(self) -> Iterator[CallLog]:
@@ -206,24 +206,29 @@ class CallExchange:
                         if each.call.name == MAKING and list(mine) in each.group.making:
                             self._end_call(each, failure)
 
-    # -- groups that a member has destroyed before their first call -------------------------------------
+    # -- groups that a member has destroyed without using them ------------------------------------------
 
     def _find_destroyed(self, calls: list[UnderWay]) -> None:
-        """End the first call on a group that another member has destroyed: the ranks make a call board in it together.
+        """End the first call on a group, or a message, that another member has destroyed the group in place of.
 
-        The answer counts at the second look, because a member may be making another group of the name.
+        The ranks make a call board in their first call together. The answer counts at the second look, because a member
+        may be making another group of the name.
         """
         found = set()
         for each in calls:
             group, call, me = each.group, each.call, self._channel.rank
-            is_first = call.number == 1 and not call.is_message and call.name != DESTROY
             lasts = time.monotonic() - each.first_seen >= FIRST_SECONDS and each.limit is None
-            if not (is_first and lasts) or each.backend.ends_waits or me not in group.ranks:
+            if not lasts or each.backend.ends_waits or me not in group.ranks:
                 continue
-            others, name = others_after(me, group.ranks), group.group_name
-            answers = self._channel.ask(others, DESTROYED_KIND, LASTING_SECONDS, group=name)
+            others: list[int] = []
+            if call.is_message:
+                others = [] if call.root is None else [group.ranks[call.root]]
+            elif call.number == 1 and call.name != DESTROY:
+                others = others_after(me, group.ranks)
+            which = {"group": group.group_name, "message": call.is_message}
+            answers = self._channel.ask(others, DESTROYED_KIND, LASTING_SECONDS, **which)
             for other in (rank for rank, answer in answers.items() if answer["is_unused"]):
-                found.add(known := (name, other))
+                found.add(known := (group.group_name, other))
                 if known in self._destroyed:
                     ranks = {me: call.name, other: DESTROY}
                     ways = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)]
@@ -238,6 +243,9 @@ def others_after(me: int, ranks: Sequence[int]) -> list[int]:
     return [*ranks[at + 1 :], *ranks[:at]][:ASKED]
 
 
-def is_destroyed_unused(group: str) -> bool:
-    """Tell whether this rank has destroyed a group without a collective on it."""
-    return group not in WORLD.groups and any(each.name == DESTROY and each.number == 1 for each in made_on(group)[-1:])
+def is_destroyed_unused(message: Message) -> bool:
+    """Tell whether this rank has destroyed a ``group`` without a collective on it, or without a ``message``."""
+    last = made_on(message["group"])[-1:]
+    if message["group"] in WORLD.groups or not last or last[0].name != DESTROY:
+        return False
+    return last[0].journal.messages == 0 if message["message"] else last[0].number == 1

@@ -270,9 +270,14 @@ def end_threads() -> None:
     WORLD.end_threads()
 
 
+def release_signals() -> None:
+    for watchdog in RUNNING:
+        watchdog.signals.release()
+
+
 shutdown.register(shutdown.Stage.THREADS, end_threads)
 shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
-shutdown.register(shutdown.Stage.SIGNALS, lambda: [each.signals.release() for each in RUNNING])
+shutdown.register(shutdown.Stage.SIGNALS, release_signals)
 
 
 def last_call() -> CallRecord | None:

@@ -117,7 +117,7 @@ class Signals:
         self.writer.close()
 
     def release(self) -> None:
-        """Let SIGTERM end the process without the watchdog, whose thread ends with Python; one that has come does so."""
+        """Let SIGTERM, also one that has come, end the process without the watchdog, whose thread ends with Python."""
         if self._is_installed and self.ends_process(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._replaced[signal.SIGTERM])
             if signal.SIGTERM in self.received:
