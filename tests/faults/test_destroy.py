@@ -107,8 +107,9 @@ def test_a_group_that_a_rank_destroys_before_its_first_message_and_call(launcher
         received = job.expect("received", 2, 20)
         assert all("rank 1: destroy_process_group" in each["text"] for each in received), received
         if launcher == "openmpi-ulfm":
-            raised = job.expect("raised", 2, 20)
-            assert all("rank 1: destroy_process_group" in each["text"] for each in raised), raised
+            raised = job.expect("raised", 2, 20)  # the first one's revocation may end the other's call
+            assert any("rank 1: destroy_process_group" in each["text"] for each in raised), raised
         else:
             assert job.finish(20) != 0
-        assert "rank 0: all_reduce; rank 1: destroy_process_group" in job.stderr()
+        ways = "rank 0: all_reduce; rank 1: destroy_process_group", "rank 1: destroy_process_group; rank 2: all_reduce"
+        assert any(each in job.stderr() for each in ways)
