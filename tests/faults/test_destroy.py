@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.launch import FIRST, Job, some
+from tests.faults.launch import FIRST, LAUNCHERS, Job, some
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 PROGRAM = """
@@ -70,3 +70,46 @@ def test_a_report_after_another_init_is_about_its_own_call(launcher: str) -> Non
         job.finish(90)
         for absent in (2, 0):
             assert f"rank {absent} has not entered all_reduce #2 of group '0'" in job.stderr(), job.stderr()
+
+
+UNUSED = """
+dist.init_process_group()
+group, used = dist.new_group(), dist.new_group()
+dist.barrier(used)
+if ME == 1:
+    dist.destroy_process_group(group)
+    for _ in range(2):  # this rank makes other calls meanwhile
+        dist.barrier(used)
+    tell("away")
+    time.sleep(60)
+for _ in range(2):
+    dist.barrier(used)
+try:
+    dist.recv(torch.ones(4), 1, group=group)
+except dist.DistBackendError as error:
+    tell("received", text=str(error))
+try:
+    work = dist.all_reduce(torch.ones(4), group=group, async_op=sys.argv[1] == "async")
+    if work is not None:
+        work.wait()
+except dist.DistBackendError as error:
+    tell("raised", text=str(error))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("how", some(["blocking", "async"], 1))
+def test_a_group_that_a_rank_destroys_before_its_first_message_and_call(launcher: str, how: str) -> None:
+    """The group has no call board yet; its timeout is half an hour."""
+    with Job(launcher, 3, [how], UNUSED) as job:
+        job.wait("away")
+        received = job.expect("received", 2, 20)
+        assert all("rank 1: destroy_process_group" in each["text"] for each in received), received
+        if launcher == "openmpi-ulfm":
+            raised = job.expect("raised", 2, 20)  # the first one's revocation may end the other's call
+            assert any("rank 1: destroy_process_group" in each["text"] for each in raised), raised
+        else:
+            assert job.finish(20) != 0
+        ways = "rank 0: all_reduce; rank 1: destroy_process_group", "rank 1: destroy_process_group; rank 2: all_reduce"
+        assert any(each in job.stderr() for each in ways)

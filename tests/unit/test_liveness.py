@@ -15,6 +15,7 @@ import pytest
 
 from hpcdist.core.journal import Journal
 from hpcdist.core.waiting import wait_until
+from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
 from hpcdist.watch.exit import needs
@@ -187,6 +188,19 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert not needs(making, 3)
     Journal("destroyed").collective("destroy_process_group")  # of the next default group: names come again
     assert needs(call, 3)
+
+
+def test_a_group_with_a_collective_or_a_message_does_not_count_as_destroyed_without_one() -> None:
+    def are_unused() -> list[bool]:
+        return [is_destroyed_unused({"group": name, "message": each}) for name in journals for each in (False, True)]
+
+    journals = {each: Journal(each) for each in ("of a message", "of a collective")}
+    journals["of a message"].message("isend", None, None, 2)
+    journals["of a collective"].collective("barrier")
+    assert are_unused() == [False] * 4
+    for each in journals.values():
+        each.collective("destroy_process_group")
+    assert are_unused() == [True, False, False, True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")

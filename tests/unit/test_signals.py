@@ -17,6 +17,7 @@ import asyncio, faulthandler, hashlib, json, multiprocessing, os, signal, socket
 import threading, time
 from signal import set_wakeup_fd as pythons_own
 import hpcdist as dist
+from hpcdist.core import shutdown
 from hpcdist.watch.signals import HANDLED, Signals, is_pythons
 
 WORKS = b"secret", b"salt", 1_000_000  # for a second without the GIL, in which no handler runs
@@ -28,7 +29,7 @@ def send(number, seconds=0.1):
     threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
 def traced():
-    return bool(os.listdir(folder))
+    return "trace_0" in os.listdir(folder)
 
 async def handled(number, before=lambda: None, seconds=5):
     came = asyncio.Event()
@@ -73,6 +74,23 @@ def sigterm_past_our_function():
     pythons_own(-1)
     send(signal.SIGTERM)
     time.sleep(5)
+
+def sigterm_with_printed_lines():
+    sys.stdout = open(folder + "/output", "w")
+    dist.init_process_group("loopback")
+    print("in Python's buffer")
+    send(signal.SIGTERM)
+    time.sleep(5)
+
+def sigterm_as_python_ends():
+    dist.init_process_group("loopback")
+    shutdown.shut_down()
+    os.kill(os.getpid(), signal.SIGTERM)  # from here on the watchdog's thread does not get the GIL any more
+
+def sigterm_before_the_exit_functions():
+    dist.init_process_group("loopback")
+    os.kill(os.getpid(), signal.SIGTERM)
+    shutdown.shut_down()
 
 def handler_made_after_init():
     dist.init_process_group("loopback")
@@ -198,10 +216,14 @@ for name in sys.argv[1:]:
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = folder + "/trace_"
     if (pid := os.fork()) == 0:
         os._exit(0 if globals()[name]() else 1)
-    print(json.dumps([name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), traced()]), flush=True)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    output = open(folder + "/output").read() if os.path.exists(folder + "/output") else ""
+    print(json.dumps([name, status, traced(), output]), flush=True)
 """
 
+PRINTS = "sigterm_with_printed_lines"
 ENDED = ("sigterm_in_a_loop_that_handles_another", "sigterm_after_such_a_loop", "sigterm_past_our_function")
+AT_THE_END = ("sigterm_as_python_ends", "sigterm_before_the_exit_functions")
 TRUE = (
     "handler_made_after_init",
     "handler_made_before_init",
@@ -218,7 +240,7 @@ TRUE = (
 @pytest.fixture(scope="module")
 def ended() -> tuple[dict[str, Any], str]:
     """The status of each case and whether it left a trace, and what was written to stderr."""
-    ran = run([sys.executable, "-c", CASES, *ENDED, *TRUE], timeout=120)
+    ran = run([sys.executable, "-c", CASES, PRINTS, *ENDED, *AT_THE_END, *TRUE], timeout=120)
     told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
     return {name: rest for name, *rest in told}, ran.stderr
 
@@ -229,7 +251,19 @@ ONE_RUN = pytest.mark.xdist_group("signals")  # of all cases, for tests that sha
 @ONE_RUN
 @pytest.mark.parametrize("case", ENDED)
 def test_sigterm_ends_the_program_after_a_trace(case: str, ended: tuple[dict[str, Any], str]) -> None:
-    assert ended[0][case] == [-signal.SIGTERM, True], ended[1]
+    assert ended[0][case] == [-signal.SIGTERM, True, ""], ended[1]
+
+
+@ONE_RUN
+def test_printed_lines_are_written_before_sigterm_ends_the_program(ended: tuple[dict[str, Any], str]) -> None:
+    assert ended[0][PRINTS] == [-signal.SIGTERM, True, "in Python's buffer\n"], ended[1]
+
+
+@ONE_RUN
+@pytest.mark.parametrize("case", AT_THE_END)
+def test_sigterm_ends_a_program_that_ends_already(case: str, ended: tuple[dict[str, Any], str]) -> None:
+    """The watchdog may not come to it; ``os._exit(0)`` follows."""
+    assert ended[0][case][0] == -signal.SIGTERM, ended[1]
 
 
 @ONE_RUN

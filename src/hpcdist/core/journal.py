@@ -84,6 +84,11 @@ class Ring:
 RING = Ring()
 
 
+def made_on(group: str) -> list[CallRecord]:
+    """Return the calls of this rank on a group, as far as they are kept, those on earlier ones of its name first."""
+    return [CallRecord(*each) for each in list(RING.calls) if each[0].group == group]
+
+
 class Blocked:
     """A call that blocks, as the context in which it blocks: its record, and the identifier of its thread.
 

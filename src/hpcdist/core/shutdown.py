@@ -18,6 +18,7 @@ class Stage(IntEnum):
     MPI = 2  # MPI_Finalize
     THREADS = 3  # the threads of torch's own backends end
     COLLECTIONS = 4  # no more garbage is collected
+    SIGNALS = 5  # SIGTERM ends the process by itself
 
 
 STEPS: dict[Stage, Callable[[], object]] = {}

@@ -5,6 +5,9 @@ with its own: once a second until that has come as far, at the end of the group,
 the one that has made more calls compares. A rank that finds a difference sends it to its node and log n others, which
 do the same: every rank raises at its next call on the group, and a call under way is ended like an overdue one: by
 ULFM, or with the job.
+
+Positions do not show two differences, which are found by questions while a call lasts: ranks that make groups of
+different members, and a rank that has destroyed a group in place of its first call or message.
 """
 
 from __future__ import annotations
@@ -12,29 +15,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from hpcdist.core import hooks
 from hpcdist.core.agreement import lists_differ
-from hpcdist.core.call_log import CallLog, CallPosition
+from hpcdist.core.call_log import CallLog, CallPosition, calls_differ
+from hpcdist.core.journal import made_on
 from hpcdist.core.waiting import nap
 from hpcdist.core.world import WORLD
-from hpcdist.watch.calls_under_way import MAKING, UnderWay
+from hpcdist.watch.calls_under_way import DESTROY, MAKING, UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
 
 KIND, KEPT_KIND = "calls", "kept calls"
 NO_BLOCK = -1
 NOTHING_KEPT: Message = {"starts": [], "words": ([], [])}
-LISTS_KIND = "members"
+LISTS_KIND, DESTROYED_KIND = "members", "destroyed"
 ANSWER_SECONDS = 0.5
-LISTS_SECONDS = 0.3
+LASTING_SECONDS = 0.3  # that a question about a lasting call waits for answers
 ASKED = 64  # members of a group that are asked at a time
 UNANSWERED = 3  # questions after which there are no more until another node answers: UDP may be blocked
 KEPT_SECONDS = 0.5  # seconds that a rank has to send the words that it keeps
 RETURN_SECONDS = 1.0  # seconds that calls have to return after a difference was found
 ENDED_GROUPS = 64  # kept for ranks that end them later
+FIRST_SECONDS = 1.0  # seconds after which a rank asks whether others have destroyed the group
 PATIENCE = 2.0  # seconds that the ends of groups wait for later ranks, all together
 LONGEST_NAP = 0.02
 
@@ -49,9 +54,11 @@ class CallExchange:
         self._unanswered = 0  # unanswered questions in a row
         self._made: set[tuple[int, ...]] = set()  # the groups that were in creation at the last look
         self._lasting: set[tuple[int, ...]] = set()  # those that still are
+        self._destroyed: set[tuple[str, int]] = set()  # groups, by name, and ranks that had destroyed them unused
         channel.register(KIND, self._answer)
         channel.register(KEPT_KIND, self._kept)
         channel.register(LISTS_KIND, lambda message: {"lists": [list(each) for each in self._lasting]})
+        channel.register(DESTROYED_KIND, lambda message: {"is_unused": is_destroyed_unused(message)})
         hooks.compare_calls = self.compare
 
     def _live(self) -> Iterator[CallLog]:
@@ -69,6 +76,7 @@ class CallExchange:
     def look(self, calls: list[UnderWay]) -> None:
         """Send this rank's positions to the next node, if it leads its own, and end calls on failed groups."""
         self._compare_making(calls)
+        self._find_destroyed(calls)
         for log in self._live():
             if log.failure is not None:
                 has_waited = time.monotonic() - log.failed_at >= RETURN_SECONDS
@@ -190,12 +198,54 @@ class CallExchange:
         for mine in self._lasting:
             if me not in mine:  # ranks have got other numbers
                 continue
-            at = mine.index(me)
-            others = [*mine[at + 1 :], *mine[:at]][:ASKED]
-            for other, answer in self._channel.ask(others, LISTS_KIND, LISTS_SECONDS).items():
+            for other, answer in self._channel.ask(others_after(me, mine), LISTS_KIND, LASTING_SECONDS).items():
                 theirs = {tuple(each) for each in answer["lists"] if me in each}
                 if mine not in theirs and (different := theirs - made):
                     failure = lists_differ(me, mine, other, min(different))
                     for each in calls:
                         if each.call.name == MAKING and list(mine) in each.group.making:
                             self._end_call(each, failure)
+
+    # -- groups that a member has destroyed without using them ------------------------------------------
+
+    def _find_destroyed(self, calls: list[UnderWay]) -> None:
+        """End the first call on a group, or a message, that another member has destroyed the group in place of.
+
+        The ranks make a call board in their first call together. The answer counts at the second look, because a member
+        may be making another group of the name.
+        """
+        found = set()
+        for each in calls:
+            group, call, me = each.group, each.call, self._channel.rank
+            lasts = time.monotonic() - each.first_seen >= FIRST_SECONDS and each.limit is None
+            if not lasts or each.backend.ends_waits or me not in group.ranks:
+                continue
+            others: list[int] = []
+            if call.is_message:
+                others = [] if call.root is None else [group.ranks[call.root]]
+            elif call.number == 1 and call.name != DESTROY:
+                others = others_after(me, group.ranks)
+            which = {"group": group.group_name, "message": call.is_message}
+            answers = self._channel.ask(others, DESTROYED_KIND, LASTING_SECONDS, **which)
+            for other in (rank for rank, answer in answers.items() if answer["is_unused"]):
+                found.add(known := (group.group_name, other))
+                if known in self._destroyed:
+                    ranks = {me: call.name, other: DESTROY}
+                    ways = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)]
+                    self._end_call(each, calls_differ(group.size(), ways))
+                    break
+        self._destroyed = found
+
+
+def others_after(me: int, ranks: Sequence[int]) -> list[int]:
+    """Return the other ranks of a group, or some of many: those that come after this one."""
+    at = ranks.index(me)
+    return [*ranks[at + 1 :], *ranks[:at]][:ASKED]
+
+
+def is_destroyed_unused(message: Message) -> bool:
+    """Tell whether this rank has destroyed a ``group`` without a collective on it, or without a ``message``."""
+    last = made_on(message["group"])[-1:]
+    if message["group"] in WORLD.groups or not last or last[0].name != DESTROY:
+        return False
+    return last[0].journal.messages == 0 if message["message"] else last[0].number == 1

@@ -22,7 +22,7 @@ from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
 from hpcdist.core.errors import CallsDifferError, DistBackendError, add_hint, run_hook
 from hpcdist.core.group import BEGUN_SECONDS
-from hpcdist.core.journal import RING, Blocked, CallRecord
+from hpcdist.core.journal import Blocked, CallRecord, made_on
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch import report
@@ -270,8 +270,14 @@ def end_threads() -> None:
     WORLD.end_threads()
 
 
+def release_signals() -> None:
+    for watchdog in RUNNING:
+        watchdog.signals.release()
+
+
 shutdown.register(shutdown.Stage.THREADS, end_threads)
 shutdown.register(shutdown.Stage.COLLECTIONS, end_collections)
+shutdown.register(shutdown.Stage.SIGNALS, release_signals)
 
 
 def last_call() -> CallRecord | None:
@@ -330,8 +336,3 @@ def needs(call: dict[str, Any], me: int, may_arrive: bool = False) -> bool:
     # this rank has destroyed it, which was its last call there; it has taken part in all earlier ones
     last = next((each.number for each in reversed(made_on(call["group"])) if not each.is_message), 0)
     return call["name"] != DESTROY and bool(call["number"] >= last)
-
-
-def made_on(group: str) -> list[CallRecord]:
-    """Return the calls of this rank on a group, as far as they are kept, those on earlier ones of its name first."""
-    return [CallRecord(*each) for each in list(RING.calls) if each[0].group == group]

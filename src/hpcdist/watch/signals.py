@@ -122,6 +122,13 @@ class Signals:
         self.reader.close()
         self.writer.close()
 
+    def release(self) -> None:
+        """Let SIGTERM, also one that has come, end the process without the watchdog, whose thread ends with Python."""
+        if self._is_installed and self.ends_process(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, self._replaced[signal.SIGTERM])
+            if signal.SIGTERM in self.received:
+                end_by(signal.SIGTERM)
+
     def _note(self, number: int, frame: object) -> None:
         """Handle a signal, once the main thread runs Python."""
         self.received.add(number)

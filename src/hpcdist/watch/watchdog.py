@@ -18,6 +18,7 @@ import math
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -289,9 +290,10 @@ class Watchdog:
             self.dump(seconds)
 
     def dump(self, seconds: float = TRACE_SECONDS) -> str:
-        """Write this rank's trace, wait some seconds for it, and return its place.
+        """Write this rank's trace, and what it has printed; wait some seconds for it, and return the trace's place.
 
-        Neither a failed write nor a file system that never answers may hide the error for which it is written.
+        Neither a failed write nor a file system that never answers may hide the error for which it is written. The
+        process may be ended next, by a signal, and Python's buffer with it.
         """
         self._is_dump_due = False
         if self._tracer is not None:
@@ -305,6 +307,8 @@ class Watchdog:
                 said.append(self.recorder.dump(self.rank))
             except Exception as error:
                 said.append(f"nowhere ({error})")
+            with suppress(Exception):  # it is None, closed or broken
+                sys.stdout.flush()
 
         tracer = threading.Thread(target=write, name="hpcdist-trace", daemon=True)
         try:
