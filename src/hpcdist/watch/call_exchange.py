@@ -35,6 +35,7 @@ LISTS_KIND, DESTROYED_KIND = "members", "destroyed"
 ANSWER_SECONDS = 0.5
 LASTING_SECONDS = 0.3  # that a question about a lasting call waits for answers
 ASKED = 64  # members of a group that are asked at a time
+NEXT = 8  # the same while a first call lasts: all waiting ranks ask, each the ranks after it
 UNANSWERED = 3  # questions after which there are no more until another node answers: UDP may be blocked
 KEPT_SECONDS = 0.5  # seconds that a rank has to send the words that it keeps
 RETURN_SECONDS = 1.0  # seconds that calls have to return after a difference was found
@@ -224,7 +225,7 @@ class CallExchange:
             if call.is_message:
                 others = [] if call.root is None else [group.ranks[call.root]]
             elif call.number == 1 and call.name != DESTROY:
-                others = others_after(me, group.ranks)
+                others = others_after(me, group.ranks)[:NEXT]
             which = {"group": group.group_name, "message": call.is_message}
             answers = self._channel.ask(others, DESTROYED_KIND, LASTING_SECONDS, **which)
             for other in (rank for rank, answer in answers.items() if answer["is_unused"]):
