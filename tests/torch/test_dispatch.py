@@ -199,8 +199,7 @@ def test_transforms_of_torch_func_see_a_call(door, world, rank, size):
         door.all_reduce(y)
         gathered = [torch.empty(3) for _ in range(size)]
         door.all_gather(gathered, y.detach())
-        assert len(gathered) == size
-        return y
+        return y + sum(gathered) / size - gathered[0]
 
     assert torch.func.functionalize(twice_over_all_ranks)(torch.ones(3)).tolist() == [2.0 * size] * 3
     gradient, value = torch.func.grad_and_value(lambda x: twice_over_all_ranks(x).sum())(torch.ones(3))

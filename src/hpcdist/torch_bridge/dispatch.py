@@ -18,7 +18,8 @@ do not see the calls:
 what                                                  why                                                 checked
 ====================================================  ==================================================  ==============
 ``_C._len_torch_dispatch_stack``                      whether a mode is active                            2.13.0, 2.14.1
-``_C._functorch.peek_interpreter_stack``              whether a transform of ``torch.func`` is active     2.8.0, 2.13.0
+``_C._functorch.peek_interpreter_stack``,             whether a transform of ``torch.func`` is active,    2.13.0
+``.get_unwrapped, .is_functorch_wrapped_tensor``      and a tensor outside of it
 ``_C._dispatch_get_all_op_names``                     the operators that this torch has                   2.8.0, 2.13.0
 ``_C._dispatch_keyset_full_after``                    goes on to the kernel of the tensors' device        2.8.0, 2.13.0
 ``_C._distributed_c10d``                              c10d's options, and Work out of an operator         2.13.0, 2.14.1
@@ -42,7 +43,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, _dispatch_get_all_op_names, _dispatch_keyset_full_after, _len_torch_dispatch_stack
 from torch._C import _distributed_c10d as c10d
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ReduceOp
@@ -88,6 +89,15 @@ def is_known_to_torch(value: Any) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def unwrapped(value: Any) -> Any:
+    """Return a tensor, or those of a list, outside transforms of ``torch.func``, which leave lists of lists as they are."""
+    if isinstance(value, (list, tuple)):
+        return [unwrapped(each) for each in value]
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
+
+
 def reduce_op(boxed: Any) -> Any:
     """Return the op of an operator's argument; RuntimeError if this torch, such as 2.8, cannot do so."""
     if "op" not in boxed._method_names():
@@ -130,7 +140,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
         if name == "monitored_barrier":
             group.monitored_barrier()  # type: ignore[attr-defined]  # c10d.monitored adds it
             return None
-        given = () if name == "barrier" else tensors  # its tensor only gives the device
+        given = [] if name == "barrier" else unwrapped(tensors)  # its tensor only gives the device
         if made is not None and made[0] == name:
             work = CARRY_OUT[name](group, *given, *made[1][len(given) :], **made[2])
         else:
