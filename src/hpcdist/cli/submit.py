@@ -131,7 +131,7 @@ def directive_line(name: str, value: str | None) -> str:
         return f"#SBATCH --{name}"
     if not value or re.search(r'[^\S ]|["\\]', value):
         raise ValueError(
-            f"--{name} {value!r} cannot be written to a job script; expected one line without double quotes and backslash"
+            f"--{name} {value!r} cannot be written to a job script; expected one line without '\"' and backslash"
         )
     return f'#SBATCH --{name}="{value}"' if re.search("[ #']", value) else f"#SBATCH --{name}={value}"
 

@@ -90,7 +90,7 @@ def is_known_to_torch(value: Any) -> bool:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return a tensor, or those of a list, outside transforms of ``torch.func``, which leave lists of lists as they are."""
+    """Return a tensor, or those of a list, without the wrappers of ``torch.func``, which stay in lists of lists."""
     if isinstance(value, (list, tuple)):
         return [unwrapped(each) for each in value]
     while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
