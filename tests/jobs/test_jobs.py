@@ -202,6 +202,24 @@ def test_calls_after_the_program_has_finalized_mpi(whose, ranks):
     assert lines.count("True") == ranks * (15 + (ranks > 1)), result.stdout + result.stderr
 
 
+RAISES_AFTERWARDS = """
+from mpi4py import MPI
+import hpcdist as dist
+dist.init_process_group()
+dist.barrier()
+MPI.Finalize()
+raise LookupError("once MPI has ended")
+"""
+
+
+def test_an_exception_after_the_program_has_finalized_mpi_is_shown_alone():
+    result = mpirun(2, ["-c", RAISES_AFTERWARDS])
+    assert result.returncode != 0
+    assert "LookupError: once MPI has ended" in result.stderr
+    assert "excepthook" not in result.stderr
+    assert "the job is aborted" not in result.stderr
+
+
 def test_a_child_of_a_rank_is_told_that_it_is_none(tmp_path):
     """A started process inherits the variables that say which rank it is; the job goes on and ends."""
     program = tmp_path / "job.py"
