@@ -162,7 +162,7 @@ dist.barrier()
 MPI.Finalize()
 if beside is not None:
     dist.all_reduce(total := torch.ones(1), group=beside)
-    print(int(total) == size)
+    sys.stdout.write(f"{int(total) == size}\\n")
     dist.destroy_process_group(beside)
 for call in (
     lambda: dist.all_reduce(torch.ones(2)),
@@ -184,11 +184,11 @@ for call in (
     try:
         call()
     except (ValueError, RuntimeError) as error:
-        print("finalized" in str(error) or "closed" in str(error), flush=True)
+        sys.stdout.write(f"{'finalized' in str(error) or 'closed' in str(error)}\\n")  # not mixed with the other's
     else:
-        print("went on", flush=True)
+        sys.stdout.write("went on\\n")
 window.close()
-print(dist.is_initialized())
+sys.stdout.write(f"{dist.is_initialized()}\\n")
 """
 
 
@@ -200,6 +200,24 @@ def test_calls_after_the_program_has_finalized_mpi(whose, ranks):
     lines = result.stdout.split("\n")
     assert "went on" not in lines, result.stdout
     assert lines.count("True") == ranks * (15 + (ranks > 1)), result.stdout + result.stderr
+
+
+RAISES_AFTERWARDS = """
+from mpi4py import MPI
+import hpcdist as dist
+dist.init_process_group()
+dist.barrier()
+MPI.Finalize()
+raise LookupError("once MPI has ended")
+"""
+
+
+def test_an_exception_after_the_program_has_finalized_mpi_is_shown_alone():
+    result = mpirun(2, ["-c", RAISES_AFTERWARDS])
+    assert result.returncode != 0
+    assert "LookupError: once MPI has ended" in result.stderr
+    assert "excepthook" not in result.stderr
+    assert "the job is aborted" not in result.stderr
 
 
 def test_a_child_of_a_rank_is_told_that_it_is_none(tmp_path):

@@ -139,6 +139,13 @@ def test_arrays_of_numpy_too(world, rank, size):
             dist.all_reduce(each)
     assert mode.seen == ["allreduce_"] * 2
     assert [each.tolist() for each in arrays] == [[size] * 3] * 2
+    lists = [[*np.zeros((size - 1, 2)), np.zeros(2)[::-1]] for _ in range(2)]
+    with Recorder() as mode:
+        dist.all_gather(lists[0], np.arange(2.0) + rank)
+        dist.all_to_all(lists[1], [np.arange(2.0)[::-1] + rank] * size)
+    assert mode.seen == ["allgather_", "alltoall_"]
+    assert [each.tolist() for each in lists[0]] == [[r, 1 + r] for r in range(size)]
+    assert [each.tolist() for each in lists[1]] == [[1 + r, r] for r in range(size)]
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -171,6 +178,36 @@ def test_a_wrapper_is_unwrapped_by_its_class(door, world, rank, size):
     assert gathered.b.tolist() == [-each for each in range(size) for _ in range(2)]
 
 
+@pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])
+def test_wrappers_in_lists_are_unwrapped_too(door, world, rank, size):
+    given = TwoTensor(torch.full((2,), float(rank)), torch.full((2,), -float(rank)))
+    gathered = [TwoTensor(torch.zeros(2), torch.zeros(2)) for _ in range(size)]
+    door.all_gather(gathered, given)
+    assert [(each.a.tolist(), each.b.tolist()) for each in gathered] == [([r, r], [-r, -r]) for r in range(size)]
+    summed = [TwoTensor(torch.ones(count), torch.full((count,), 2.0)) for count in (1, 2)]
+    door.all_reduce_coalesced(summed)
+    assert [(each.a.tolist(), each.b.tolist()) for each in summed] == [([size] * n, [2 * size] * n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])
+def test_transforms_of_torch_func_see_a_call(door, world, rank, size):
+    for _ in range(100):  # until the group knows this call by heart
+        door.all_reduce(torch.ones(3))
+
+    def twice_over_all_ranks(x):
+        y = x * 2
+        door.all_reduce(y)
+        gathered = [torch.empty(3) for _ in range(size)]
+        door.all_gather(gathered, y.detach())
+        return y + sum(gathered) / size - gathered[0]
+
+    assert torch.func.functionalize(twice_over_all_ranks)(torch.ones(3)).tolist() == [2.0 * size] * 3
+    gradient, value = torch.func.grad_and_value(lambda x: twice_over_all_ranks(x).sum())(torch.ones(3))
+    assert (gradient.tolist(), value.item()) == ([2.0] * 3, 6.0 * size)  # c10d's collectives have no derivative
+    value, tangent = torch.func.jvp(twice_over_all_ranks, (torch.ones(3),), (torch.ones(3),))
+    assert (value.tolist(), tangent.tolist()) == ([2.0 * size] * 3, [2.0] * 3)
+
+
 @pytest.mark.parametrize("call", ["send", "recv", "isend", "irecv"])
 def test_a_message_of_a_wrapper_says_what_to_send(two_ranks, call, world, rank, size):
     with pytest.raises(TypeError, match="TwoTensor, which wraps others"):
@@ -184,6 +221,12 @@ def test_fake_tensors_never_reach_a_library(world, rank, size):
         c10d.all_reduce(fake)
         dist.all_reduce(fake)
         assert fake.shape == (4,)
+        for door in (c10d, dist):
+            door.all_gather([torch.empty(4) for _ in range(size)], fake)
+            door.gather(fake, [torch.empty(4) for _ in range(size)] if rank == 0 else None)
+            door.scatter(fake, [torch.empty(4) for _ in range(size)] if rank == 0 else None)
+            door.reduce_scatter(fake, [torch.empty(4) for _ in range(size)])
+            door.all_to_all([torch.empty(4) for _ in range(size)], [torch.empty(4) for _ in range(size)])
     assert world.journal.sequence == before
     real = torch.ones(1)
     c10d.all_reduce(real)

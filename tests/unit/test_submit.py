@@ -82,7 +82,12 @@ def test_arguments_survive_the_shell(capsys):
     assert output.split("\0")[:-1] == ["train.py", *arguments, "more"]
 
 
-@pytest.mark.parametrize("value", ["", "1 2", "1#2", "x\n#SBATCH --exclusive", "'1'"])
+@pytest.mark.parametrize("value", ["1 2", "1#2", "'1'"])
+def test_a_value_that_sbatch_would_cut_is_quoted(value, capsys):
+    assert f'#SBATCH --job-name="{value}"' in filled(capsys, "cpu", "--job-name", value, "train.py")
+
+
+@pytest.mark.parametrize("value", ["", "1\t2", "x\n#SBATCH --exclusive", '"1"', "1\\2"])
 def test_a_value_that_would_break_its_line_is_refused(value, capsys):
     assert submit.run(["--partition", value, "train.py"]) == 2
     seen = capsys.readouterr()

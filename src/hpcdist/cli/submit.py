@@ -126,14 +126,14 @@ def with_ranks(options: Options) -> Options:
 
 
 def directive_line(name: str, value: str | None) -> str:
-    """Return one ``#SBATCH`` line; sbatch ends a value at white space and ``#``, and reads quotes."""
+    """Return one ``#SBATCH`` line; sbatch ends a value at a space, a quote or ``#`` that is not in quotes."""
     if value is None:
         return f"#SBATCH --{name}"
-    if not value or re.search(r"[\s#'\"\\]", value):
+    if not value or re.search(r'[^\S ]|["\\]', value):
         raise ValueError(
-            f"--{name} {value!r} cannot be written to a job script; expected no spaces, quotes, '#' or backslash"
+            f"--{name} {value!r} cannot be written to a job script; expected one line without '\"' and backslash"
         )
-    return f"#SBATCH --{name}={value}"
+    return f'#SBATCH --{name}="{value}"' if re.search("[ #']", value) else f"#SBATCH --{name}={value}"
 
 
 def usage(name: str, template: str) -> str:

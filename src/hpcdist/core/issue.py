@@ -194,6 +194,8 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         return None
     if pg.coalescing is not None:
         return hold(pg, call, async_op)
+    if must_be_seen(call):
+        return hooks.dispatch(call, pg, async_op)
     if call.counts is EACH:
         if hooks.is_profiled() or (whole := buckets.whole(pg, call)) is None:
             return all_reduce_each(pg, call, async_op)
@@ -202,10 +204,6 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         made = lists.arrange(pg, call, async_op)
     if made.send.__class__ is TensorList or made.recv.__class__ is TensorList:
         backend = pg.backend("cpu")
-    elif hooks.has_modes() or (
-        row.buffers and not {made.send.__class__, made.recv.__class__} <= PLAIN_TYPES and hooks.has_wrapper(made[1:3])
-    ):
-        return hooks.dispatch(made, pg, async_op)
     elif row.buffers == 0:
         backend = pg.any_backend()
     elif row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
@@ -216,6 +214,12 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if call.finish is None and (pg.journal.sequence % LOOKS == 0 or row.buffers == 0):
         pg.known.look(call, made, backend)
     return work
+
+
+def must_be_seen(call: Call) -> int:
+    """Tell whether a mode is active or a tensor of a call, or of its lists, wraps others: these carry it out."""
+    sides = call.send.__class__, call.recv.__class__
+    return hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper(call[1:3]))
 
 
 def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work:
@@ -274,13 +278,12 @@ def check(pg: Group, call: Call) -> None:
     if pg.known.has(row if root is None and counts is None else (row, root), op, counts, send, recv):
         check_memory(*tensors_of(send, recv))
         return
+    if must_be_seen(call):
+        return
     if counts is EACH:
         buckets.buckets(pg, as_tensors(send, "tensors", writable=True), op, check)
         return
-    sides = send.__class__, recv.__class__
-    if hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper((send, recv))):
-        return  # these carry out the call themselves
-    if list in sides and row in lists.ARRANGED:
+    if list in (send.__class__, recv.__class__) and row in lists.ARRANGED:
         _, send, recv, *_ = call = lists.arrange(pg, call, True)
     if row is ALL_REDUCE and isinstance(send, torch.Tensor) and send.layout is torch.sparse_coo:
         check_sparse(pg, call)

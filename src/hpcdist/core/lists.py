@@ -37,18 +37,12 @@ def flatten(pg: Group, inputs: list[torch.Tensor], dtype: torch.dtype, async_op:
 
 def takes_lists(pg: Group) -> bool:
     """Tell whether the library takes a list's CPU tensors where they are, and no hook needs one tensor of all."""
-    return (
-        pg.cpu is not None
-        and pg.cpu.has_lists
-        and hooks.compare is None
-        and not hooks.reproducible
-        and not hooks.has_modes()
-    )
+    return pg.cpu is not None and pg.cpu.has_lists and hooks.compare is None and not hooks.reproducible
 
 
 def takes_tensors(pg: Group, tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether these tensors go to the library as a list, strided ones as copies."""
-    return takes_lists(pg) and all(map(IS_CPU, tensors)) and not hooks.has_wrapper(tensors)
+    return takes_lists(pg) and all(map(IS_CPU, tensors))
 
 
 def to_read(

@@ -18,6 +18,8 @@ do not see the calls:
 what                                                  why                                                 checked
 ====================================================  ==================================================  ==============
 ``_C._len_torch_dispatch_stack``                      whether a mode is active                            2.13.0, 2.14.1
+``_C._functorch.peek_interpreter_stack``,             whether a transform of ``torch.func`` is active,    2.13.0
+``.get_unwrapped, .is_functorch_wrapped_tensor``      and a tensor outside of it
 ``_C._dispatch_get_all_op_names``                     the operators that this torch has                   2.8.0, 2.13.0
 ``_C._dispatch_keyset_full_after``                    goes on to the kernel of the tensors' device        2.8.0, 2.13.0
 ``_C._distributed_c10d``                              c10d's options, and Work out of an operator         2.13.0, 2.14.1
@@ -41,14 +43,16 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, _dispatch_get_all_op_names, _dispatch_keyset_full_after, _len_torch_dispatch_stack
 from torch._C import _distributed_c10d as c10d
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ReduceOp
 
 from hpcdist.core import hooks, table
-from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, copy_into, for_writing
+from hpcdist.core.buffers import PLAIN_TYPES, as_tensor, as_tensors, copy_into, for_writing
 from hpcdist.core.call import Call
 from hpcdist.core.process_group import ProcessGroup
+from hpcdist.core.table import EACH
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
 from hpcdist.torch_bridge.features import has
 from hpcdist.torch_bridge.mirror import GroupName, forget_coalescing
@@ -79,10 +83,19 @@ UNDER_WAY = UnderWay()
 
 
 def is_known_to_torch(value: Any) -> bool:
-    """Tell whether a tensor, or the first of a list, has no memory, so that torch itself computes the result."""
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
+    """Tell whether a tensor, or one of a list, has no memory, so that torch itself computes the result."""
+    if isinstance(value, (list, tuple)):
+        return any(map(is_known_to_torch, value))
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
+
+
+def unwrapped(value: Any) -> Any:
+    """Return a tensor, or those of a list, without the wrappers of ``torch.func``, which stay in lists of lists."""
+    if isinstance(value, (list, tuple)):
+        return [unwrapped(each) for each in value]
+    while isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    return value
 
 
 def reduce_op(boxed: Any) -> Any:
@@ -127,7 +140,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
         if name == "monitored_barrier":
             group.monitored_barrier()  # type: ignore[attr-defined]  # c10d.monitored adds it
             return None
-        given = () if name == "barrier" else tensors  # its tensor only gives the device
+        given = [] if name == "barrier" else unwrapped(tensors)  # its tensor only gives the device
         if made is not None and made[0] == name:
             work = CARRY_OUT[name](group, *given, *made[1][len(given) :], **made[2])
         else:
@@ -281,7 +294,7 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
         seconds, is_wrapped = needs((*args, *kwargs.values()) if kwargs else args)
-        if not is_wrapped and not _len_torch_dispatch_stack():
+        if not is_wrapped and not _len_torch_dispatch_stack() and peek_interpreter_stack() is None:
             try:
                 if seconds is None:
                     return method(self, *args, **kwargs)
@@ -327,19 +340,33 @@ def options(call: Call, made: Any, async_op: bool) -> Any:
 
 
 def shares(tensor: Any, pg: Any, counts: Any = None, side: int = 0) -> list[list[torch.Tensor]]:
-    """Return the ranks' shares of a tensor as c10d's list of lists; empty without a tensor.
+    """Return the ranks' shares of a tensor, or the list of them, as c10d's list of lists; empty without a tensor.
 
-    They have one size, or the sizes of one side of a call's counts.
+    Those of a tensor have one size, or the sizes of one side of a call's counts.
     """
     if tensor is None:
         return []
+    if isinstance(tensor, list):
+        return [tensor]
     return [list(tensor.reshape(-1).split(counts[side] if counts else [tensor.numel() // pg.size()] * pg.size()))]
 
 
 def exchange(pg: Any, call: Call, opts: Any) -> Work:
-    """Begin an all_to_all of shares of one tensor."""
+    """Begin an all_to_all of lists, or of shares of one tensor."""
+    if isinstance(call.send, list):
+        of_lists: Work = pg.alltoall(call.recv, call.send, opts)
+        return of_lists
     sent, received = call.counts or ((), ())
     work: Work = pg.all_to_all_single(call.recv, call.send, list(received or ()), list(sent or ()), opts)
+    return work
+
+
+def all_reduce(pg: Any, call: Call, opts: Any) -> Work:
+    """Begin an all_reduce of a tensor, or of each tensor of a list."""
+    if call.counts is EACH:
+        work: Work = pg.allreduce_coalesced(call.send, options(call, c10d.AllreduceCoalescedOptions(), opts.asyncOp))
+    else:
+        work = pg.allreduce([call.send], opts)
     return work
 
 
@@ -347,7 +374,7 @@ def exchange(pg: Any, call: Call, opts: Any) -> Work:
 DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]] = {
     table.BARRIER: (c10d.BarrierOptions, lambda pg, call, opts: pg.barrier(opts)),
     table.BROADCAST: (c10d.BroadcastOptions, lambda pg, call, opts: pg.broadcast([call.recv], opts)),
-    table.ALL_REDUCE: (c10d.AllreduceOptions, lambda pg, call, opts: pg.allreduce([call.send], opts)),
+    table.ALL_REDUCE: (c10d.AllreduceOptions, all_reduce),
     table.REDUCE: (c10d.ReduceOptions, lambda pg, call, opts: pg.reduce([call.send], opts)),
     table.ALL_GATHER_SINGLE: (
         c10d.AllgatherOptions,
@@ -372,11 +399,18 @@ DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]
 }
 
 
+def tensors_of(given: Any, is_written: bool) -> Any:
+    """Return one side of a call as a tensor or a list of tensors, if it may hold NumPy arrays; None for None."""
+    if isinstance(given, list):
+        return as_tensors(given, "tensors", is_written)
+    return None if given is None else as_tensor(given, "tensor", is_written)
+
+
 def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     """Carry out a call of the facade by c10d's method, and so through the dispatcher."""
-    send = None if call.send is None else as_tensor(call.send, "tensor")  # it may be a NumPy array
-    recv = send if call.recv is call.send else None if call.recv is None else as_tensor(call.recv, "tensor", True)
-    if call.row is table.GATHER and recv is not None and (flat := for_writing(recv)) is not recv:  # it is divided
+    recv = tensors_of(call.recv, True)
+    send = recv if call.send is call.recv else tensors_of(call.send, False)
+    if call.row is table.GATHER and isinstance(recv, torch.Tensor) and (flat := for_writing(recv)) is not recv:
         call, recv = call._replace(finish=partial(copy_into, flat, recv), result=[recv]), flat
     make_options, door = DOORS[call.row]
     work = door(pg, call._replace(send=send, recv=recv), options(call, make_options(), async_op))
@@ -388,4 +422,9 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     return DoneWork(call.shown()) if async_op else None
 
 
-hooks.has_modes, hooks.has_wrapper, hooks.dispatch = _len_torch_dispatch_stack, has_wrapper, dispatch
+def has_modes() -> bool:
+    """Tell whether a dispatch mode or a transform of ``torch.func`` is active, which must see a call."""
+    return _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None
+
+
+hooks.has_modes, hooks.has_wrapper, hooks.dispatch = has_modes, has_wrapper, dispatch

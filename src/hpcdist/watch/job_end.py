@@ -115,8 +115,10 @@ class JobEnd:
 
         Under ULFM mpirun returns the last status with which a process exits itself, after an abort too: 0 at times.
         """
-        backend = None if WORLD.default is None else WORLD.default.any_backend()
-        if not self._hides_status or backend is None or not backend.faults.interrupts_all():
+        default = WORLD.default
+        if not self._hides_status or default is None or not default.backends:
+            return False
+        if not default.any_backend().faults.interrupts_all():
             return False
         leaving = [each for each in self._liveness.channel.endpoints.values() if each.process in self._liveness.left]
         wait_until(lambda: all(map(self._liveness.has_ended, leaving)), END_SECONDS)

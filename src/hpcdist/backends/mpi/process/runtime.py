@@ -255,16 +255,15 @@ def limit_end(seconds: float) -> None:
 
 def abort_on_exception(before: Callable[..., Any], *exception: Any) -> None:
     """Print which rank failed, call the previous hook, then end the job (MPI_Abort, status 1)."""
-    if not OWNED:  # a forked child's exception does not concern the job
+    MPI = OWNED[0] if OWNED else None  # a forked child's exception does not concern the job
+    if MPI is None or MPI.Is_finalized() or (size := MPI.COMM_WORLD.Get_size()) == 1:
         before(*exception)
         return
-    MPI = load()
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    rank = MPI.COMM_WORLD.Get_rank()
     with redirect_stderr(io.StringIO()) as printed:  # in one piece: otherwise the ranks' lines would be mixed
         run_hook(before, *exception)
     write_to_stderr(f"[rank {rank} of {size}] uncaught exception, the job is aborted\n{printed.getvalue()}")
-    if size > 1 and not MPI.Is_finalized():
-        abort(1)
+    abort(1)
 
 
 def abort(status: int) -> None:
