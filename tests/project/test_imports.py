@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "hpcdist_stores",
     },
     "hpcdist.torch_bridge": {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},
-    "hpcdist.watch": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, ADDRESSES, "hpcdist_stores"},
+    "hpcdist.watch": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, ADDRESSES, "hpcdist_stores", "hpcdist_stores.keep_alive"},
     "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "hpcdist_stores"},
     ENVIRONMENT: set(),
     ADDRESSES: set(),
