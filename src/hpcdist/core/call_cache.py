@@ -223,7 +223,7 @@ def likeness_of(call: Call, tensors: list[torch.Tensor], ranks: int) -> Likeness
     """
     row, send, recv, *_ = call
     if not tensors:
-        return lambda _: not hooks.has_modes()  # modes see calls without tensors too
+        return lambda _: not hooks.must_be_seen()  # modes see calls without tensors too
     assert hooks.likeness is not None
     check = one_like(tensors[0]) if ranks and len(tensors) == 1 else hooks.likeness(*tensors, any_size=bool(ranks))
     if send is None:

@@ -49,9 +49,10 @@ reproducible = False
 # takes the record of each call, for journals that follow from now on; ``watch.logs`` sets it at the level debug
 listen: Callable[[tuple[Any, ...]], None] | None = None
 
-# how many dispatch modes are active; whether a tensor among some values wraps others; and what carries out a call, a
-# group's, asynchronously or not, so that these see it; ``torch_bridge.dispatch`` sets them
-has_modes: Callable[[], int] = nothing
+# whether a dispatch mode or transform of ``torch.func`` is active, or a tensor of a call's sides wraps others; whether
+# one of some values does; and what carries out a call, a group's, asynchronously or not, so that these see it.
+# ``torch_bridge.dispatch`` sets them
+must_be_seen: Callable[..., bool] = nothing
 has_wrapper: Callable[[Any], bool] = nothing
 dispatch: Callable[[Any, Any, bool], Any]
 

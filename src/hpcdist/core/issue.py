@@ -194,7 +194,7 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
         return None
     if pg.coalescing is not None:
         return hold(pg, call, async_op)
-    if must_be_seen(call):
+    if hooks.must_be_seen(send, recv):
         return hooks.dispatch(call, pg, async_op)
     if call.counts is EACH:
         if hooks.is_profiled() or (whole := buckets.whole(pg, call)) is None:
@@ -214,12 +214,6 @@ def issue_any(call: Call, group: Any, async_op: bool) -> Work | None:
     if call.finish is None and (pg.journal.sequence % LOOKS == 0 or row.buffers == 0):
         pg.known.look(call, made, backend)
     return work
-
-
-def must_be_seen(call: Call) -> int:
-    """Tell whether a mode is active or a tensor of a call, or of its lists, wraps others: these carry it out."""
-    sides = call.send.__class__, call.recv.__class__
-    return hooks.has_modes() or (not PLAIN_TYPES.issuperset(sides) and hooks.has_wrapper(call[1:3]))
 
 
 def all_reduce_each(pg: Group, call: Call, async_op: bool) -> Work:
@@ -278,7 +272,7 @@ def check(pg: Group, call: Call) -> None:
     if pg.known.has(row if root is None and counts is None else (row, root), op, counts, send, recv):
         check_memory(*tensors_of(send, recv))
         return
-    if must_be_seen(call):
+    if hooks.must_be_seen(send, recv):
         return
     if counts is EACH:
         buckets.buckets(pg, as_tensors(send, "tensors", writable=True), op, check)

@@ -422,9 +422,13 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     return DoneWork(call.shown()) if async_op else None
 
 
-def has_modes() -> bool:
-    """Tell whether a dispatch mode or a transform of ``torch.func`` is active, which must see a call."""
-    return _len_torch_dispatch_stack() > 0 or peek_interpreter_stack() is not None
+def must_be_seen(*sides: Any) -> bool:
+    """Tell whether a mode or a transform of ``torch.func`` is active, or a tensor wraps others."""
+    return (
+        _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or (not PLAIN_TYPES.issuperset(map(type, sides)) and needs(sides)[1])
+    )
 
 
-hooks.has_modes, hooks.has_wrapper, hooks.dispatch = has_modes, has_wrapper, dispatch
+hooks.must_be_seen, hooks.has_wrapper, hooks.dispatch = must_be_seen, has_wrapper, dispatch
