@@ -22,6 +22,7 @@ from hpcdist.backends.mpi.node.call_board import (
     NUMBER,
     RING,
     SIZES,
+    STOP,
     BoardCall,
     CallBoard,
     bytes_of,
@@ -211,6 +212,22 @@ def test_ranks_that_see_a_difference_late(seed):
             ranks[rank][0] = ALL_TO_ALL_SINGLE, length, (rank + rng.randrange(1, size)) % size
         rounds.append(ranks)
     run_rounds(size, rounds, lambda rank, row: 0.003 * (row is ALL_TO_ALL_SINGLE and rank > 0), SlowCheck)
+
+
+def test_the_call_that_differs_stays_readable_for_other_nodes():
+    """The rank that decides stops the calls after it, and is named beside the other."""
+    memory = mmap.mmap(-1, bytes_of(2, 3))
+    boards = [CallBoard(memory, [0, 1], rank, 3) for rank in range(2)]
+    check = CallCheck(Communicator(0, 3), lambda call: None, None, True)
+    check.is_open, check.board = True, boards[0]
+    check.log = boards[0].log("", [[0, 1], [2]], 0, check._last)
+    base, tensor = kind_word(ALL_REDUCE.name, torch.float32, ReduceOp.SUM), torch.ones(3)
+    boards[1].whats[1][1] = with_size(base, 4) + 1
+    boards[1].failing[1] = 1  # it has seen that they differ
+    with pytest.raises(CallsDifferError, match=r"rank 0: all_reduce of 3 elements.*rank 1: all_reduce of 4 elements"):
+        check.run(Call(ALL_REDUCE, tensor, tensor, ReduceOp.SUM), base)
+    assert boards[1].said(0, 1).size == 3
+    assert boards[1].said(0, 2).name == STOP
 
 
 def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():

@@ -276,7 +276,7 @@ class Copies:
         made, copy, array, view = memory
         if made.nbytes > COPY_KEPT or tensor.is_conj() or tensor.is_neg():
             return partial(made.copy_, tensor), partial(tensor.copy_, made), copy
-        if len(self._memory) == COPIES_KEPT or len(self._kept) == PLACES_KEPT:
+        if len(self._memory) >= COPIES_KEPT or len(self._kept) >= PLACES_KEPT:
             self._memory.clear()
             self._kept.clear()
         values = view(place)

@@ -324,7 +324,7 @@ class CallCheck:
         board = self.board
         # until then a slower rank may read the words that these replace
         self._wait(self._have_all_followed)
-        board.stop(number if self.log is None else number + 1)  # other nodes compare the word of this call
+        board.stop(number, self.log is not None)  # other nodes compare the word of this call
         fence()
         reached: list[int] = []
 

@@ -230,11 +230,11 @@ class CallBoard:
             word = self._replaced[index]
         return read(word, self.sizes[index][at])
 
-    def stop(self, number: int) -> None:
-        """Let no rank begin a call from this one on before it has seen the decision."""
+    def stop(self, number: int, keeps_word: bool) -> None:
+        """Let no rank begin a call from this one on before it has seen the decision; after it, if its word is kept."""
         mine = self.whats[self.own]
         self._replaced[self.own] = mine[number & LAST]
-        for each in range(number, number + RING):
+        for each in range(number + keeps_word, number + RING):
             mine[each & LAST] = STOP_SAID + (each & NUMBER)
 
     def forget(self, start: int) -> None:
