@@ -113,3 +113,31 @@ def test_a_group_that_a_rank_destroys_before_its_first_message_and_call(launcher
             assert job.finish(20) != 0
         ways = "rank 0: all_reduce; rank 1: destroy_process_group", "rank 1: destroy_process_group; rank 2: all_reduce"
         assert any(each in job.stderr() for each in ways)
+
+
+LEGAL = """
+dist.init_process_group()
+if ME == 2:
+    dist.destroy_process_group()  # the shrunken group leaves this rank out
+    tell("destroyed")
+    sys.exit()
+pair = torch.distributed.group.WORLD.split_group([0, 1], group_name="pair")
+torch.distributed.group.WORLD.split_group([0, 1], group_name="pair").shutdown()
+if ME == 1:
+    time.sleep(4)
+pair.barrier().wait()
+if ME == 1:
+    time.sleep(4)
+dist.shrink_group([2])
+dist.barrier()
+tell("shrunken")
+"""
+
+
+@pytest.mark.parametrize("launcher", FIRST)
+def test_a_first_call_waits_for_a_late_rank_although_groups_were_destroyed(launcher: str) -> None:
+    """One of the same name, and the group that is shrunken, on the rank that is left out."""
+    with Job(launcher, 3, [], LEGAL) as job:
+        job.expect("destroyed")
+        job.expect("shrunken", 2)
+        assert job.finish(30) == 0, job.stderr()

@@ -208,6 +208,28 @@ def test_transforms_of_torch_func_see_a_call(door, world, rank, size):
     assert (value.tolist(), tangent.tolist()) == ([2.0 * size] * 3, [2.0] * 3)
 
 
+@pytest.mark.parametrize("door", [c10d, dist], ids=["torch", "facade"])
+def test_a_mode_or_transform_that_is_disabled_sees_no_call(door, world, rank, size):
+    """As ``torch.utils._mode_utils.no_dispatch`` does; both stay on their stacks."""
+
+    def call():
+        summed, gathered = torch.ones(3), [torch.zeros(1) for _ in range(size)]
+        door.all_reduce(summed)
+        door.all_gather(gathered, torch.ones(1))
+        assert (summed.tolist(), sum(gathered).item()) == ([size] * 3, size)
+
+    with Recorder() as mode, torch._C._DisableTorchDispatch():
+        call()
+    assert mode.seen == []
+
+    def twice(x):
+        with torch._C._DisableFuncTorch():
+            call()
+        return (x * 2).sum()
+
+    assert torch.func.grad(twice)(torch.ones(3)).tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("call", ["send", "recv", "isend", "irecv"])
 def test_a_message_of_a_wrapper_says_what_to_send(two_ranks, call, world, rank, size):
     with pytest.raises(TypeError, match="TwoTensor, which wraps others"):

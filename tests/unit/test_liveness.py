@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from hpcdist.core.journal import Journal
 from hpcdist.core.waiting import wait_until
+from hpcdist.core.world import WORLD
 from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
@@ -201,6 +204,8 @@ def test_a_group_with_a_collective_or_a_message_does_not_count_as_destroyed_with
     for each in journals.values():
         each.collective("destroy_process_group")
     assert are_unused() == [True, False, False, True]
+    with patch.dict(WORLD.groups, {"of a message'": SimpleNamespace(group_name="of a message")}):  # a later one
+        assert are_unused() == [False, False, False, True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has mounts of its own")

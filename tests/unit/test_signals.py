@@ -92,6 +92,17 @@ def sigterm_before_the_exit_functions():
     os.kill(os.getpid(), signal.SIGTERM)
     shutdown.shut_down()
 
+def sigterm_that_the_program_has_handled():
+    dist.init_process_group("loopback")
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not traced():
+        time.sleep(0.01)
+    signal.signal(signal.SIGTERM, before)  # as Lightning does
+    shutdown.shut_down()
+    return came == [True]
+
 def handler_made_after_init():
     dist.init_process_group("loopback")
     asyncio.run(handled(signal.SIGTERM))
@@ -231,6 +242,7 @@ TRUE = (
     "descriptors",
     "interrupts_that_the_program_has_caught",
     "sigint_while_a_work_is_dropped",
+    "sigterm_that_the_program_has_handled",
     "in_children",
     "handler_of_faulthandler",
     "hook_of_a_child_with_a_group_of_its_own",

@@ -77,6 +77,7 @@ class UnderWay(threading.local):
     """The call of a method on this thread that goes through the dispatcher: its name and its arguments."""
 
     call: tuple[str, tuple[Any, ...], dict[str, Any]] | None = None
+    is_below = False  # whether a kernel of ours carries it out; modes that are active then take no part in it
 
 
 UNDER_WAY = UnderWay()
@@ -136,6 +137,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
     name = operator._opname.removesuffix("_")
     name = METHOD_OF.get(name, name)
     made, UNDER_WAY.call = UNDER_WAY.call, None
+    was_below, UNDER_WAY.is_below = UNDER_WAY.is_below, True
     try:
         if name == "monitored_barrier":
             group.monitored_barrier()  # type: ignore[attr-defined]  # c10d.monitored adds it
@@ -148,7 +150,7 @@ def kernel(operator: Any, keyset: Any, *args: Any) -> Any:
             with nullcontext() if seconds < 0 else group.journal.limited(seconds):
                 work = CARRY_OUT[name](group, *given, *rest)
     finally:
-        UNDER_WAY.call = made
+        UNDER_WAY.call, UNDER_WAY.is_below = made, was_below
     boxed = work.boxed()
     return (tensors[0], boxed) if len(operator._schema.returns) > 1 else boxed
 
@@ -294,7 +296,9 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
         seconds, is_wrapped = needs((*args, *kwargs.values()) if kwargs else args)
-        if not is_wrapped and not _len_torch_dispatch_stack() and peek_interpreter_stack() is None:
+        if (
+            not is_wrapped and not _len_torch_dispatch_stack() and peek_interpreter_stack() is None
+        ) or UNDER_WAY.is_below:
             try:
                 if seconds is None:
                     return method(self, *args, **kwargs)
@@ -424,11 +428,12 @@ def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
 
 def must_be_seen(*sides: Any) -> bool:
     """Tell whether a mode or a transform of ``torch.func`` is active, or a tensor wraps others."""
-    return (
+    is_seen = (
         _len_torch_dispatch_stack() > 0
         or peek_interpreter_stack() is not None
         or (not PLAIN_TYPES.issuperset(map(type, sides)) and needs(sides)[1])
     )
+    return is_seen and not UNDER_WAY.is_below
 
 
 hooks.must_be_seen, hooks.has_wrapper, hooks.dispatch = must_be_seen, has_wrapper, dispatch

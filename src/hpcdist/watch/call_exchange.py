@@ -24,7 +24,7 @@ from hpcdist.core.call_log import CallLog, CallPosition, calls_differ
 from hpcdist.core.journal import made_on
 from hpcdist.core.waiting import nap
 from hpcdist.core.world import WORLD
-from hpcdist.watch.calls_under_way import DESTROY, MAKING, UnderWay
+from hpcdist.watch.calls_under_way import DESTROY, MAKING, REMAKING, UnderWay
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.question import Message
 
@@ -224,7 +224,7 @@ class CallExchange:
             others: list[int] = []
             if call.is_message:
                 others = [] if call.root is None else [group.ranks[call.root]]
-            elif call.number == 1 and call.name != DESTROY:
+            elif call.number == 1 and call.name not in (DESTROY, *REMAKING):  # which an excluded rank does not make
                 others = others_after(me, group.ranks)[:NEXT]
             which = {"group": group.group_name, "message": call.is_message}
             answers = self._channel.ask(others, DESTROYED_KIND, LASTING_SECONDS, **which)
@@ -247,6 +247,7 @@ def others_after(me: int, ranks: Sequence[int]) -> list[int]:
 def is_destroyed_unused(message: Message) -> bool:
     """Tell whether this rank has destroyed a ``group`` without a collective on it, or without a ``message``."""
     last = made_on(message["group"])[-1:]
-    if message["group"] in WORLD.groups or not last or last[0].name != DESTROY:
+    is_live = any(each.group_name == message["group"] for each in list(WORLD.groups.values()))
+    if is_live or not last or last[0].name != DESTROY:
         return False
     return last[0].journal.messages == 0 if message["message"] else last[0].number == 1

@@ -39,6 +39,7 @@ FOREIGN = (
 )
 DESTROY = "destroy_process_group"
 MAKING = "create_group"  # by its members only
+REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 LOOKING = threading.RLock()  # held while frames of other threads are read; a signal's handler may read them too
 
 CodeLine = tuple[CodeType, int]  # a function and a line of it

@@ -57,6 +57,7 @@ class Signals:
         for end in (self.reader, self.writer):
             end.setblocking(False)
         self.received: set[int] = set()
+        self._noted: set[int] = set()  # those of them that our handler has handled, and none of the program's
         self.is_asked = False  # whether the program uses stop_requested
         # the program's descriptor for signals, and whether Python warns if it is full
         self._theirs = (-1, True)
@@ -126,12 +127,13 @@ class Signals:
         """Let SIGTERM, also one that has come, end the process without the watchdog, whose thread ends with Python."""
         if self._is_installed and self.ends_process(signal.SIGTERM):
             signal.signal(signal.SIGTERM, self._replaced[signal.SIGTERM])
-            if signal.SIGTERM in self.received:
+            if signal.SIGTERM in self._noted:
                 end_by(signal.SIGTERM)
 
     def _note(self, number: int, frame: object) -> None:
         """Handle a signal, once the main thread runs Python."""
         self.received.add(number)
+        self._noted.add(number)
         before = self._hold()
         if before != self.writer.fileno():  # set by Python's own function, which was imported before
             self._theirs = (before, True)

@@ -37,7 +37,7 @@ from hpcdist.core.waiting import wait_readable
 from hpcdist.core.world import WORLD
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange
-from hpcdist.watch.calls_under_way import State, UnderWay, under_way
+from hpcdist.watch.calls_under_way import REMAKING, State, UnderWay, under_way
 from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import end_blocked, end_in_background
@@ -58,7 +58,6 @@ FAILURES = 20  # the most failures of its own that the watchdog reports
 STANDSTILL_SECONDS = 1.0  # seconds of delay that show that the process was suspended
 TRACE_SECONDS = 2.0  # seconds to wait for a trace: a file system may never answer
 OTHERS_TRACE_SECONDS = 0.1  # the same on a rank that others ask for a trace, and for more
-REMAKING = ("shrink_group",)  # the remaining ranks make a communicator without the others
 
 
 class Watchdog:
@@ -230,11 +229,12 @@ class Watchdog:
         if number == HANDLED:
             self._found = []
             return
+        ends_process = self.signals.ends_process(number)  # the program may put our handler back meanwhile
         path = self.dump()
         if number == signal.SIGUSR1:
             self.say(f"SIGUSR1: trace written to {path}; at {calls_under_way.line_in()}")
         logs.LOG.info("signal %d; trace written to %s", number, path)
-        if self.signals.ends_process(number):
+        if ends_process and self.signals.ends_process(number):
             end_by(number)
 
     # -- answers to other ranks ----------------------------------------------------------------------
