@@ -403,7 +403,7 @@ DOORS: dict[table.Row, tuple[Callable[[], Any], Callable[[Any, Any, Any], Work]]
 }
 
 
-def tensors_of(given: Any, is_written: bool) -> Any:
+def without_arrays(given: Any, is_written: bool) -> Any:
     """Return one side of a call as a tensor or a list of tensors, if it may hold NumPy arrays; None for None."""
     if isinstance(given, list):
         return as_tensors(given, "tensors", is_written)
@@ -412,8 +412,8 @@ def tensors_of(given: Any, is_written: bool) -> Any:
 
 def dispatch(call: Call, pg: ProcessGroup, async_op: bool) -> Work | None:
     """Carry out a call of the facade by c10d's method, and so through the dispatcher."""
-    recv = tensors_of(call.recv, True)
-    send = recv if call.send is call.recv else tensors_of(call.send, False)
+    recv = without_arrays(call.recv, True)
+    send = recv if call.send is call.recv else without_arrays(call.send, False)
     if call.row is table.GATHER and isinstance(recv, torch.Tensor) and (flat := for_writing(recv)) is not recv:
         call, recv = call._replace(finish=partial(copy_into, flat, recv), result=[recv]), flat
     make_options, door = DOORS[call.row]

@@ -2,8 +2,8 @@
 
 Its close function sleeps for one second ("if we don't sleep, sockets provider freaks out"). Open MPI closes it in
 MPI_Init on a node without a device for it, and in MPI_Finalize on the others; 4.1 does too unless a file of parameters
-excludes it, as Debian's does. Between the ranks of a node messages go
-through shared memory (btl/sm), with or without it.
+excludes it, as Debian's does. Between the ranks of a node messages go through shared memory (btl/sm), with or without
+it.
 """
 
 from __future__ import annotations
