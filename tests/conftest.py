@@ -15,7 +15,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.cli.doctor.mpi_library import dead_sessions
-from tests.programs import TEMPORARY
+from tests.programs import temporary_folder
 
 
 def mpi_world():
@@ -61,7 +61,7 @@ def pytest_sessionstart(session):
 
 def pytest_runtest_setup(item):
     """Remove the session folders of mpiruns that earlier tests killed: one with the same process id would not start."""
-    for folder in dead_sessions(TEMPORARY):
+    for folder in dead_sessions(temporary_folder()) if WORLD is None else ():
         shutil.rmtree(folder, ignore_errors=True)
 
 

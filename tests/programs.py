@@ -11,15 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 MPIRUN = BIN / "mpirun"
-# The temporary folder of all programs that this process starts. Open MPI's mpirun has a folder in it, named after its
-# process id; if it is killed, the folder stays, and another mpirun with that id cannot start. What is in /tmp itself
-# may belong to a job that this process cannot see, such as one of a container's host.
-TEMPORARY = Path(tempfile.mkdtemp(prefix="hpcdist-"))
 OWN = os.getpid()
 
 
@@ -28,7 +25,18 @@ def at_exit(function: Callable[..., object], *args: object, **kwargs: object) ->
     atexit.register(lambda: os.getpid() == OWN and function(*args, **kwargs))
 
 
-at_exit(shutil.rmtree, TEMPORARY, ignore_errors=True)
+@cache
+def temporary_folder() -> Path:
+    """Return the temporary folder of all programs that this process starts.
+
+    Open MPI's mpirun has a folder in it, named after its process id; if it is killed, the folder stays, and another
+    mpirun with that id cannot start. What is in /tmp itself may belong to a job that this process cannot see, such as
+    one of a container's host. It is made only when a program is started: a rank of these tests may be killed.
+    """
+    made = Path(tempfile.mkdtemp(prefix="hpcdist-"))
+    at_exit(shutil.rmtree, made, ignore_errors=True)
+    return made
+
 
 # variables by which a launcher tells a process its rank: a program that a test starts must not inherit them
 SET_BY_LAUNCHERS = (
@@ -59,7 +67,7 @@ def environment(**variables: str) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(TEMPORARY),
+        "TMPDIR": str(temporary_folder()),
         "HPCDIST_TEST_CHILD": "1",  # for tests/conftest.py: this program is no rank of the tests' own job
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])  # hpcdist and tests

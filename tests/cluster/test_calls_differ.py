@@ -14,7 +14,6 @@ from tests.cluster.hosts import Cluster
 from tests.faults.launch import LAUNCHERS, LIBRARY
 from tests.mpi import wrong_programs
 
-ROOT = Path(__file__).parents[2]
 FIRST, COUNT = (int(each) for each in os.environ.get("HPCDIST_TEST_WRONG_PROGRAMS", "0 20").split())
 DIFFER = "do not make the same call"
 # half of the programs with one rank on each host, half with two on one of them
@@ -39,7 +38,6 @@ def test_random_programs(cluster: Cluster, slots: tuple[int, ...]) -> None:
             slots,
             [sys.executable, "-m", "tests.mpi.wrong_programs", *map(str, seeds)],
             options=next(iter(LAUNCHERS.values())),
-            PYTHONPATH=str(ROOT),
         )
         shown = f"{done.stdout}\n{done.stderr}"
         for seed in seeds.copy():

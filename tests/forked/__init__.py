@@ -48,7 +48,7 @@ def words(path: str) -> list[str]:
 @functools.cache
 def server() -> str:
     """Start this process's server, once, and return the name of its socket."""
-    path = str(programs.TEMPORARY / "forked")
+    path = str(programs.temporary_folder() / "forked")
     start(path, programs.environment())
     return path
 

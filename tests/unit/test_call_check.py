@@ -230,6 +230,20 @@ def test_the_call_that_differs_stays_readable_for_other_nodes():
     assert boards[1].said(0, 2).name == STOP
 
 
+def test_a_call_that_its_rank_has_left_is_named_and_fits_no_other():
+    memory, base = mmap.mmap(-1, bytes_of(2, 2)), kind_word(ALL_REDUCE.name, torch.float32, ReduceOp.SUM)
+    boards = [CallBoard(memory, [0, 1], rank, 2) for rank in range(2)]
+    for rank, board in enumerate(boards):
+        board.whats[rank][5] = with_size(base, 3) + 5
+    assert boards[1].fit(0, 1, 5)
+    boards[0].withdraw(5)
+    said = boards[1].said(0, 5)
+    assert str(said) == "all_reduce of 3 elements, float32, SUM, which an exception has ended in its middle"
+    assert boards[1].has(0, 5)
+    assert [boards[1].takes_part(rank, 5) for rank in range(2)] == [False, True]
+    assert not boards[1].fit(0, 1, 5)
+
+
 def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():
     """Rank 0 comes first to each difference, so that it decides about none and keeps words until the numbers recur."""
     right, wrong = (ALL_REDUCE, 1, 0), (ALL_REDUCE, 2, 0)

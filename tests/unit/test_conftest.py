@@ -20,7 +20,7 @@ def test_session_folders_that_others_may_use_stay(tmp_path: Path, monkeypatch: p
     for each in folders:
         each.mkdir(parents=True)
         (each / "hwloc.sm").touch()
-    monkeypatch.setattr(conftest, "TEMPORARY", tmp_path / "own")
+    monkeypatch.setattr(conftest, "temporary_folder", lambda: tmp_path / "own")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
     conftest.pytest_runtest_setup(None)
     assert [each.exists() for each in folders] == [False, True]

@@ -2,15 +2,23 @@
 
 The kernel frees such memory when the last process that maps it has unmapped it or ended, by whatever cause. So no rank
 waits for another at the end, and a forked child has the memory too.
+
+A process that is killed between ``create`` and ``remove`` leaves the name. So each holds a lock on its files (flock(2))
+while they have one, which the kernel releases when the process has ended, and later processes of the user remove files
+without a lock. Unlike a process id, the lock counts in every container.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
+PREFIX = "hpcdist-"
 
 
 def free_bytes() -> int | None:
@@ -29,10 +37,29 @@ def device_id() -> int:
 
 def create(nbytes: int) -> tuple[int, str]:
     """Create a file that takes no memory yet, and return its descriptor and its name, for ``remove``."""
-    name = f"hpcdist-{secrets.token_hex(12)}"
-    descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    remove_left_behind()
+    while True:
+        name = f"{PREFIX}{secrets.token_hex(12)}"
+        descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:  # else another process has seen it without the lock
+            break
+        os.close(descriptor)
     os.ftruncate(descriptor, nbytes)
     return descriptor, name
+
+
+@cache  # once in each process
+def remove_left_behind() -> None:
+    """Remove the names that killed processes of this user have left."""
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if its process lives
+                path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def open_by_name(name: str) -> int:

@@ -231,8 +231,8 @@ class CallExchange:
             for other in (rank for rank, answer in answers.items() if answer["is_unused"]):
                 found.add(known := (group.group_name, other))
                 if known in self._destroyed:
-                    ranks = {me: call.name, other: DESTROY}
-                    ways = [f"rank {rank}: {ranks[rank]}" for rank in sorted(ranks)]
+                    made = {group.group_ranks[me]: call.name, group.group_ranks[other]: DESTROY}
+                    ways = [f"rank {rank}: {made[rank]}" for rank in sorted(made)]
                     self._end_call(each, calls_differ(group.size(), ways))
                     break
         self._destroyed = found

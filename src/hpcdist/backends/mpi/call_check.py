@@ -45,7 +45,6 @@ from hpcdist.backends.mpi.node.call_board import (
     COUNTS_KEPT,
     LAST,
     LEAVE,
-    NO_CALLS,
     NUMBER,
     NUMBER_BITS,
     OBJECTS,
@@ -331,7 +330,7 @@ class CallCheck:
         def is_known() -> bool:
             reached[:] = [number - 1] * len(board.ranks)
             for each in range(number, number + RING):
-                begun = [r for r in self._begun(each) if board.said(r, each).name not in NO_CALLS]
+                begun = [r for r in self._begun(each) if board.takes_part(r, each)]
                 inside = [r for r in begun if board.failing[r] != each]
                 if not all(board.fit(*pair, each) for pair in combinations(inside, 2)):
                     return False  # one of them is about to see the difference

@@ -53,14 +53,13 @@ GATHERS = (
     "node_shared", "open_store", "start_debug_server", "new_group with another backend",
 )  # fmt: skip
 STOP = "stop"  # not a call: an earlier one has failed
-LEFT = "a call that an exception has ended in its middle"
-NO_CALLS = (STOP, LEFT)  # in which no other rank takes part
+LEFT = 1 << 63  # bit of a word: an exception has ended the call in its middle, so that no other rank takes part
 # the user's calls that consist of others: they are compared before the first of those, and do nothing themselves
 COMPOSED = (
     "all_gather_varied", "reduce_scatter_varied", "all_to_all_varied", "sparse all_reduce",
     *(f"reproducible {row}" for row in ROWS.values() if row.reduces),
 )  # fmt: skip
-CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, *NO_CALLS, *COMPOSED)
+CALLS = ("", *ROWS, *OBJECTS, SPLIT, LEAVE, STOP, *COMPOSED)
 CODES = {name: code for code, name in enumerate(CALLS)} | {
     row.name: CALLS.index("all_to_all_single") for row in EXCHANGES
 }
@@ -77,6 +76,7 @@ class BoardCall(NamedTuple):
     op: str
     root: int
     size: int  # elements for each rank; from COUNTED on, or below zero: counts
+    was_left: bool = False  # whether its rank has left it in its middle
 
     def __str__(self) -> str:
         text = GATHERS[self.root] if self.name == OBJECTS[0] else self.name
@@ -92,7 +92,7 @@ class BoardCall(NamedTuple):
         row = ROWS.get(kind)
         if self.name in OBJECTS[1:] or (row is not None and row.rooted):
             text += f", root {self.root}"
-        return text
+        return f"{text}, which an exception has ended in its middle" if self.was_left else text
 
 
 def kind_word(name: str, dtype: torch.dtype | None = None, op: Any = None, root: int | None = None) -> int:
@@ -126,10 +126,10 @@ def is_wide(word: int) -> bool:
 def read(word: int, size: int) -> BoardCall:
     if not is_wide(word):
         size = (word & WIDE) >> NUMBER_BITS
-    code = word // ROOT
+    code = (word & ~-LEFT) // ROOT
     root, code = code & ((1 << ROOT_BITS) - 1), code >> ROOT_BITS
     op, code = code & ((1 << OP_BITS) - 1), code >> OP_BITS
-    return BoardCall(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size)
+    return BoardCall(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size, word < 0)
 
 
 def size_of(call: Call, rank: int, ranks: int) -> int:
@@ -230,6 +230,11 @@ class CallBoard:
             word = self._replaced[index]
         return read(word, self.sizes[index][at])
 
+    def takes_part(self, index: int, number: int) -> bool:
+        """Tell whether a rank makes a call, neither stopped before it nor ended in its middle."""
+        said = self.said(index, number)
+        return said.name != STOP and not said.was_left
+
     def stop(self, number: int, keeps_word: bool) -> None:
         """Let no rank begin a call from this one on before it has seen the decision; after it, if its word is kept."""
         mine = self.whats[self.own]
@@ -249,7 +254,7 @@ class CallBoard:
 
     def withdraw(self, number: int) -> None:
         """Record that this rank has left a call, so that it is not in MPI any more."""
-        self.whats[self.own][number & LAST] = kind_word(LEFT) + (number & NUMBER)
+        self.whats[self.own][number & LAST] |= -LEFT  # as a signed number
         fence()
 
     # -- counts --------------------------------------------------------------------------------------
