@@ -202,26 +202,25 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
     loaded = next(iter(libraries.loaded_libraries()), prefix)
     if name == "Open MPI" and prefix and not Path(loaded or prefix).resolve().is_relative_to(Path(prefix).resolve()):
         del os.environ[PREFIX]
-    has_pmix = NAMESPACE in os.environ
-    if name == "MPICH" and version >= (5,) and has_pmix and DESCRIPTOR not in os.environ:
-        why = "it was built without PMIx, by which this launcher connects its ranks"
-        is_wrong = "pmix" not in MPI.Get_library_version().lower()
-    else:
-        why = "it connects ranks by PMIx, and this launcher does not"
-        is_of_srun = launch is not None and launch.name == "srun" and not has_pmix
-        is_wrong = name == "Open MPI" and version < (5,) and is_of_srun and open_mpi.knows_only_pmix(loaded)
-    if not is_wrong:
-        return
     who = (
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank})"
         if launch
         else "the launcher uses PMIx"
     )
-    text = (
-        f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: {why}. "
-        f"{launch.remedy if launch else ''}"
-    )
-    raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
+    has_pmix, is_of_srun = NAMESPACE in os.environ, launch is not None and launch.name == "srun"
+    if name == "Open MPI" and version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):
+        lacking = (
+            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it connects "
+            f"ranks by PMIx, and this launcher does not. {launch.remedy if launch else ''}"
+        )
+        raise DistBackendError(add_hint(lacking, "separate-worlds"))
+    is_pmix = has_pmix and DESCRIPTOR not in os.environ
+    if name == "MPICH" and version >= (5,) and is_pmix and "pmix" not in MPI.Get_library_version().lower():
+        text = (
+            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built "
+            f"without PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
+        )
+        raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
