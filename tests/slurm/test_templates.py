@@ -60,10 +60,14 @@ def test_the_log_says_where_and_when_the_job_ran(completed, jobs, any_mpi, tmp_p
     assert ended.endswith("with status 0")
 
 
-def test_the_status_of_the_script_is_that_of_the_job(cluster, submit, jobs, openmpi):
-    names = ["cpu", "hybrid", "store", "requeue", "array", "elastic", "torchrun"]
+@pytest.mark.parametrize(
+    ("names", "mpi"),
+    [(["cpu", "hybrid", "store", "requeue", "array", "torchrun"], "openmpi"), (["elastic"], "ulfm")],
+    ids=["", "ulfm"],
+)
+def test_the_status_of_the_script_is_that_of_the_job(names, mpi, cluster, submit, jobs, request):
     one = ["--nodes=1", "--ntasks-per-node=1"]
-    environment = openmpi | {"HPCDIST_NPROC_PER_NODE": "1"}
+    environment = request.getfixturevalue(mpi) | {"HPCDIST_NPROC_PER_NODE": "1"}
     numbers = {
         name: submit(
             name, jobs / "exit_with.py", "7", options=[*one, "--array=0"] if name == "array" else one, **environment
@@ -106,8 +110,8 @@ def test_array_runs_each_line_of_its_sweep(cluster, submit, jobs, any_mpi, tmp_p
     assert len({task.facts["StdOut"] for task in tasks}) == 4
 
 
-def test_elastic_goes_on_after_a_rank_is_killed(completed, jobs, openmpi):
-    by = openmpi | {"HPCDIST_LAUNCHER": "mpirun"}  # the script does not use hpcdist.elastic
+def test_elastic_goes_on_after_a_rank_is_killed(completed, jobs, ulfm):
+    by = ulfm | {"HPCDIST_LAUNCHER": "mpirun"}  # the script does not use hpcdist.elastic
     job = completed("elastic", jobs / "elastic_sum.py", options=TWO_A_NODE, **by)
     assert lines(job, "started") == ["started=4 left=3"]
 
@@ -117,10 +121,10 @@ def is_rank(host, pid, number):
     return host.run(["grep", "-qzx", f"PMIX_RANK={number}", f"/proc/{pid}/environ"]).returncode == 0
 
 
-def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, openmpi):
+def test_elastic_trains_on_after_a_rank_is_killed(cluster, submit, ulfm):
     pytest.importorskip("sklearn")
     arguments = ["--elastic", "--spares", "1", "--epochs", "20"]
-    number = submit("elastic", TRAIN, *arguments, options=["--ntasks-per-node=2"], **openmpi)
+    number = submit("elastic", TRAIN, *arguments, options=["--ntasks-per-node=2"], **ulfm)
     assert wait_until(lambda: "\n    3 " in cluster.output(number), seconds=180), cluster.output(number)
     third = [(host, pid) for host in cluster.hosts for pid in host.processes() if is_rank(host, pid, 2)]
     host, pid = max(third, key=lambda each: each[1])  # after the shell that started it

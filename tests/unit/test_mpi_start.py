@@ -7,11 +7,13 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import hpcdist as dist
 from hpcdist.backends.mpi.process import open_mpi, runtime
+from hpcdist.launch.environment import detect
 from tests import forked, programs
 
 
@@ -147,6 +149,47 @@ def test_whether_btl_ofi_is_opened(tmp_path: Path, variable: str | None, text: s
     path.write_text(text)
     given = {"OPAL_PREFIX": str(tmp_path), **({open_mpi.VARIABLE: variable} if variable else {})}
     assert open_mpi.opens_btl_ofi(given, None) is expected
+
+
+@pytest.mark.parametrize("folder", ["openmpi", "openmpi/lib/openmpi3"])  # of its own installation, and Debian's
+@pytest.mark.parametrize(
+    ("components", "given", "version", "is_refused"),
+    [
+        (["ext3x", "isolated", "flux"], {}, (4, 1, 4), True),
+        (["ext3x", "isolated", "flux"], {}, (5, 0, 11), False),
+        (["ext3x", "isolated"], {runtime.NAMESPACE: "slurm.pmix.3.0"}, (4, 1, 4), False),
+        (["pmix3x", "s1", "s2"], {}, (4, 1, 4), False),  # built with Slurm's own PMI
+        ([], {}, (4, 1, 4), False),  # built without files of components: nothing is known
+    ],
+)
+def test_an_open_mpi_4_that_srun_did_not_tell_of_its_ranks_is_refused_before_mpi_ends_the_process(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    components: list[str],
+    given: dict[str, str],
+    version: tuple[int, ...],
+    is_refused: bool,
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    for each in components:
+        (tmp_path / folder / f"mca_pmix_{each}.so").touch()
+    monkeypatch.setattr(runtime.libraries, "loaded_libraries", lambda: [str(tmp_path / "libmpi.so.40")])
+    monkeypatch.delenv(runtime.PREFIX, raising=False)
+    monkeypatch.delenv(runtime.NAMESPACE, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    description = f"Open MPI v{'.'.join(map(str, version))}, package: Debian OpenMPI"
+    library = SimpleNamespace(get_vendor=lambda: ("Open MPI", version), Get_library_version=lambda: description)
+    launch = detect({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"})
+    assert launch is not None
+    if is_refused:
+        with pytest.raises(
+            dist.DistBackendError, match=r"by PMIx, and this launcher does not\. .*--mpi=pmix for Open MPI"
+        ):
+            runtime.check_launcher(library, launch)
+    else:
+        runtime.check_launcher(library, launch)
 
 
 START_MPI = """

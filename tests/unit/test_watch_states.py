@@ -249,8 +249,19 @@ def test_a_process_that_is_stuck_is_waited_for_until_the_limit_though_others_com
 def test_a_process_that_goes_on_starts_the_limit_again() -> None:
     stuck = CALM._replace(stuck=["process 12 on n2 is stopped"])
     states = ExitStates(LIMIT, 0.0)
-    assert set(exit_after(states, [(1.0, stuck), (9.0, stuck), (9.5, CALM), (19.0, stuck)])) == {Decision.WAIT}
-    assert states.decide(stuck, 19.5) is Decision.ABORT
+    looks = [(1.0, stuck), (9.0, stuck), (9.5, CALM), (19.0, stuck), (28.9, stuck)]
+    assert set(exit_after(states, looks)) == {Decision.WAIT}
+    assert states.decide(stuck, 29.0) is Decision.ABORT
+
+
+def test_a_process_that_misses_an_answer_is_asked_again_soon_and_not_given_up_for_the_pause_before() -> None:
+    silent = CALM._replace(stuck=["process 12 on vm does not answer"])
+    states = ExitStates(2.0, 0.0)
+    exit_after(states, [(float(now), CALM) for now in range(0, 50, 5)])
+    assert states.pause == 5.0
+    assert states.decide(silent, 50.0) is Decision.WAIT
+    assert states.pause == 1.0
+    assert exit_after(states, [(51.0, silent), (51.5, CALM), (56.5, silent)]) == [Decision.WAIT] * 3
 
 
 def test_after_a_death_a_rank_leaves_once_nobody_else_stays() -> None:

@@ -31,7 +31,7 @@ from hpcdist.watch.job_end import END_SECONDS, leave_hydra
 from hpcdist.watch.watchdog import RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
-LACKING_PAUSE = 1.0  # the longest pause if a process has ended
+LACKING_PAUSE = 1.0  # the longest pause if a process has ended, or may be stuck: a busy node misses an answer or two
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
 # seconds until sent messages have arrived: MPI completes a send when the kernel has buffered it, up to 10 MB
@@ -68,13 +68,13 @@ class ExitStates:
         self.pause = FIRST_ASK  # seconds to the next look
         self.reason = ""  # why the job must be aborted
         self.last = Look({}, [], False, True)
-        self._moved = now  # the last time without a stuck process
+        self._moved = now  # the last time without a stuck process, or the first with one
 
     def decide(self, look: Look, now: float) -> Decision:
         if lasting := [text for key, text in look.waits.items() if key in self.last.waits]:
             self.reason = "\n  ".join(["this rank has left the program, and the job is aborted:", *lasting])
             return Decision.END
-        if not look.stuck:
+        if not look.stuck or not self.last.stuck:
             self._moved = now
         elif now - self._moved >= self.limit:
             self.reason = f"{'; '.join(look.stuck)}: the job cannot end, and is aborted"
@@ -82,7 +82,8 @@ class ExitStates:
         if look.lacks_one and self.last.lacks_one and not look.others_stay:  # unless it ended just now, with all others
             return Decision.LEAVE
         self.last = look
-        self.pause = min(LACKING_PAUSE if look.lacks_one else LONGEST_PAUSE, self.pause * (1 if look.waits else 2))
+        longest = LACKING_PAUSE if look.lacks_one or look.stuck else LONGEST_PAUSE
+        self.pause = min(longest, self.pause * (1 if look.waits else 2))
         return Decision.WAIT
 
 

@@ -36,6 +36,16 @@ LAYOUTS = (
 OWN_CONNECTION = "PMIX_NAMESPACE"  # set by each of them, and by launchers that are not in the table
 
 
+# components of Open MPI 4 by which ranks reach their launcher; s1 and s2 are Slurm's own PMI-1 and PMI-2
+CONNECTIONS, OF_SLURM = "openmpi*/**/mca_pmix_*.so", ("mca_pmix_s1.so", "mca_pmix_s2.so")
+
+
+def knows_only_pmix(library: str | None) -> bool:
+    """Tell whether an Open MPI 4 was built without Slurm's own PMI; False too if its components are not in files."""
+    names = [each.name for each in Path(library).resolve().parent.glob(CONNECTIONS)] if library else []
+    return bool(names) and not any(name in OF_SLURM for name in names)
+
+
 def is_on_one_node(environment: Mapping[str, str]) -> bool:
     """Tell whether all ranks are on one node, by the launcher's variables, the same on all of them."""
     for mark, counted, expected in LAYOUTS:

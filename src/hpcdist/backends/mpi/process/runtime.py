@@ -193,28 +193,34 @@ def leave_out_han() -> None:
 def check_launcher(MPI: Any, launch: Launch | None) -> None:
     """Raise if MPI_Init would end this process under its launcher; unset the prefix of another Open MPI.
 
-    MPICH 5 without PMIx ends the process if there are PMIx's variables; Open MPI 4.1.4 does so if OPAL_PREFIX, which
-    Open MPI 5's mpirun exports, is not its own. MPICH 4 starts a world of one rank (``check_world``).
+    MPICH 5 without PMIx ends the process if there are PMIx's variables, and Open MPI 4 that knows only PMIx does so
+    under an srun that does not; Open MPI 4.1.4 also if OPAL_PREFIX, which Open MPI 5's mpirun exports, is not its own.
+    MPICH 4 starts a world of one rank (``check_world``).
     """
     name, version = MPI.get_vendor()
     prefix = os.environ.get(PREFIX)
-    if name == "Open MPI" and prefix:
-        loaded = next(iter(libraries.loaded_libraries()), prefix)
-        if not Path(loaded).resolve().is_relative_to(Path(prefix).resolve()):
-            del os.environ[PREFIX]
-    is_pmix = NAMESPACE in os.environ and DESCRIPTOR not in os.environ
-    if name != "MPICH" or version < (5,) or not is_pmix or "pmix" in MPI.Get_library_version().lower():
-        return
+    loaded = next(iter(libraries.loaded_libraries()), prefix)
+    if name == "Open MPI" and prefix and not Path(loaded or prefix).resolve().is_relative_to(Path(prefix).resolve()):
+        del os.environ[PREFIX]
     who = (
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank})"
         if launch
         else "the launcher uses PMIx"
     )
-    text = (
-        f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built without "
-        f"PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
-    )
-    raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
+    has_pmix, is_of_srun = NAMESPACE in os.environ, launch is not None and launch.name == "srun"
+    if name == "Open MPI" and version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):
+        lacking = (
+            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it connects "
+            f"ranks by PMIx, and this launcher does not. {launch.remedy if launch else ''}"
+        )
+        raise DistBackendError(add_hint(lacking, "separate-worlds"))
+    is_pmix = has_pmix and DESCRIPTOR not in os.environ
+    if name == "MPICH" and version >= (5,) and is_pmix and "pmix" not in MPI.Get_library_version().lower():
+        text = (
+            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built "
+            f"without PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
+        )
+        raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
