@@ -114,6 +114,15 @@ def gate(device):
 
 
 @pytest.fixture
+def alone(world, device):
+    """A communicator of this rank only, which ``adopt`` takes as that of a pair."""
+    from hpcdist.backends.nccl.library import load
+
+    core = load().core
+    return core.Communicator.init(1, 0, core.get_unique_id())
+
+
+@pytest.fixture
 def emulation(world):
     """The emulated GPUs, for what only they can show."""
     loaded = sys.modules.get("tests.emulated_gpu.load")

@@ -12,6 +12,7 @@ from hpcdist.backends.nccl.library import load
 from hpcdist.core.reduction import KIND_OF
 from hpcdist.core.table import ALL_REDUCE, ROWS
 from tests.mpi.expected import MOVING, OPS, PAIRS, mathematics, same, values, widened
+from tests.ranks import of_all_ranks
 
 PREMULTIPLIED = [(dtype, "PREMUL_SUM") for dtype in KIND_OF if dtype.is_floating_point or dtype.is_complex]
 
@@ -140,8 +141,7 @@ def test_objects_do_not_touch_the_gpu(group, rank, size, device):
     torch.cuda.synchronize()
     group.backend(device).outstanding()  # lets go of what earlier calls held
     before = torch.cuda.memory_allocated()
-    everyones = [None] * size
-    dist.all_gather_object(everyones, {"rank": rank}, group)
+    everyones = of_all_ranks({"rank": rank}, group)
     assert everyones == [{"rank": each} for each in range(size)]
     assert torch.cuda.memory_allocated() == before
 

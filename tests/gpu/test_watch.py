@@ -45,13 +45,6 @@ def call(group, device):
     return lambda is_async=True: dist.all_reduce(tensor, group=group, async_op=is_async)
 
 
-@pytest.fixture
-def alone(world, device):
-    """A communicator of this rank only, which ``adopt`` takes as that of a pair."""
-    core = load().core
-    return core.Communicator.init(1, 0, core.get_unique_id())
-
-
 def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it(backend, link, call, gate):
     assert backend.outstanding() is None
     gate.close()

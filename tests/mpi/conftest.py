@@ -12,6 +12,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.core import memory_file
+from tests.ranks import of_all_ranks
 
 BACKEND = os.environ.get("HPCDIST_TEST_BACKEND")
 
@@ -78,10 +79,8 @@ def world(_default_group):
 
 
 @pytest.fixture
-def two_nodes(monkeypatch, rank, size):
+def two_nodes(monkeypatch, rank):
     """Two nodes that are imitated by their keys, on one host: ranks of several hosts would share no memory."""
-    hosts = [None] * size
-    dist.all_gather_object(hosts, os.uname().nodename)
-    if len({*hosts}) > 1:
+    if len({*of_all_ranks(os.uname().nodename)}) > 1:
         pytest.skip("imitated on one host")
     monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")

@@ -18,6 +18,7 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 from hpcdist.launch import environment
 from hpcdist.watch.watchdog import RUNNING
+from tests.ranks import of_all_ranks, sum_of_ranks
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
@@ -29,12 +30,6 @@ def _default_group_after():
         dist.init_process_group()
 
 
-def total():
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
 def test_again_and_again(rank, size):
     for _ in range(300):
         dist.destroy_process_group()
@@ -42,7 +37,7 @@ def test_again_and_again(rank, size):
         dist.init_process_group()
         group = dist.new_group()
         assert group.group_name == "1"
-        assert total() == size
+        assert sum_of_ranks() == size
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="has not been initialized"):
         dist.all_reduce(torch.ones(1))
@@ -60,7 +55,7 @@ def test_a_communicator_of_ones_own(rank, size):
     dist.init_process_group(comm=half, timeout=timedelta(minutes=1))
     assert dist.get_world_size() == half.Get_size()
     assert dist.get_rank() == half.Get_rank()
-    assert total() == half.Get_size()
+    assert sum_of_ranks() == half.Get_size()
     own = dist.get_mpi_comm()
     assert MPI.Comm.Compare(own, half) == MPI.CONGRUENT
     assert own.allreduce(1) == half.Get_size()
@@ -165,7 +160,7 @@ def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypa
             assert not torch.distributed.is_initialized()
             monkeypatch.delenv(name)
         begin()
-        assert total() == size
+        assert sum_of_ranks() == size
         dist.destroy_process_group()
         assert not torch.distributed.is_initialized()
 
@@ -215,7 +210,7 @@ def test_a_communicator_of_a_class_of_ones_own(rank, size):
 
     dist.destroy_process_group()
     dist.init_process_group(comm=Named(MPI.COMM_WORLD, "solver"))
-    assert total() == size
+    assert sum_of_ranks() == size
     assert type(dist.get_mpi_comm()) is MPI.Intracomm
 
 
@@ -307,8 +302,7 @@ def test_ranks_that_leave_make_no_call_on_the_programs_communicator(two_ranks, r
 def test_the_folder_of_traces_has_a_name_of_its_own(rank, size):
     """It stands in /tmp, and says nothing of the job's secret."""
     (watchdog,) = RUNNING
-    names = [None] * size
-    dist.all_gather_object(names, watchdog.recorder.name)
+    names = of_all_ranks(watchdog.recorder.name)
     assert len({*names}) == 1
     assert len(names[0]) >= 16
     secrets = [*watchdog.channel.keys, *(each.key for each in watchdog.channel.endpoints.values())]

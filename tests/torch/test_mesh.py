@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hpcdist as dist
 from hpcdist.c10d.device_mesh import make_dimension
+from tests.ranks import of_all_ranks
 
 
 @pytest.fixture
@@ -85,8 +86,7 @@ def test_groups_of_a_dimension_keep_the_order_asked_for(rank, size, splits):
     assert (group.rank(), dist.get_process_group_ranks(group)) == (size - 1 - rank, backwards)
     assert make_dimension([backwards], "forwards", True).rank() == rank
     assert splits == [1, 1]
-    received = [None] * size
-    dist.all_gather_object(received, rank, group)
+    received = of_all_ranks(rank, group)
     assert received == backwards
 
 

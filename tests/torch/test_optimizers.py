@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpcdist as dist
+from tests.ranks import of_all_ranks
 
 
 def perceptron():
@@ -95,8 +96,7 @@ def test_groups_are_counted_as_torch_counts_them(rank, size):
     periods = OrderedDict(enumerate([*halves, size], 1))
     HierarchicalModelAverager(period_group_size_dict=periods)  # makes groups that this rank is not in
     torch_dist.new_group([0])
-    counts = [None] * size
-    dist.all_gather_object(counts, (dist.get_pg_count(), torch_dist.get_pg_count()))
+    counts = of_all_ranks((dist.get_pg_count(), torch_dist.get_pg_count()))
     assert len({count for both in counts for count in both}) == 1
     assert counts[0][0] > before
     dist.new_group([size - 1])
