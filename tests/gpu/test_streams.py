@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from datetime import timedelta
@@ -61,6 +62,19 @@ def test_a_barrier_with_device_ids_is_nccls_and_waits_on_the_host(gate, rank, si
     threading.Timer(0.2, gate.open).start()
     dist.barrier(device_ids=[device.index])
     assert reached.query()
+
+
+def test_dropped_works_and_temporaries(rank, size, device):
+    results = []
+    for index in range(200):
+        tensor = torch.full((50_000,), float(rank + index), device=device)
+        results.append((index, tensor, dist.all_reduce(tensor, async_op=True)))
+        dist.all_reduce(torch.ones(50_000, device=device), async_op=True)
+        if index % 50 == 0:
+            gc.collect()
+    for index, tensor, work in results:
+        work.wait()
+        assert bool((tensor == sum(each + index for each in range(size))).all())
 
 
 def test_calls_launched_together_come_behind_the_streams_that_they_began_on(world, rank, size, device):

@@ -182,9 +182,7 @@ def test_sparse_all_reduce(rank, size):
 @pytest.mark.parametrize(
     "of_rank", [lambda rank: torch.eye(3 + rank, 3).to_sparse(), lambda rank: torch.eye(3).to_sparse(1 + (rank > 0))]
 )
-def test_sparse_tensors_that_differ_are_refused_on_every_rank(rank, size, of_rank):
-    if size == 1:
-        pytest.skip("a rank cannot differ from itself")
+def test_sparse_tensors_that_differ_are_refused_on_every_rank(two_ranks, rank, size, of_rank):
     with pytest.raises(ValueError, match=r"differ in shape or number of sparse dimensions: rank 0: \(3, 3\)"):
         dist.all_reduce(of_rank(rank))
     dist.all_reduce(torch.ones(1))  # the group stays usable

@@ -91,11 +91,14 @@ def test_the_longest_timeout(rank, size):
 
 
 def test_bad_arguments(rank, size):
+    from mpi4py import MPI
+
     dist.destroy_process_group()
     for kind, arguments, text in (
         (TypeError, {"timeout": 5}, "timedelta"),
         (RuntimeError, {"timeout": timedelta(seconds=-5)}, "Invalid timeout: -5 s"),
         (TypeError, {"comm": 5}, "Intracomm"),
+        (ValueError, {"comm": MPI.COMM_NULL}, "COMM_NULL"),
         (ValueError, {"backend": "smoke"}, "Unknown backend"),
         (ValueError, {"backend": 5}, "string"),
         (RuntimeError, {"init_method": 5}, "`url` must be a string"),
@@ -145,10 +148,9 @@ def test_an_empty_variable_counts_as_unset(rank, size, monkeypatch):
 @pytest.mark.parametrize("front", ["hpcdist", "torch"])
 @pytest.mark.parametrize("name", [*environment.SWITCHES, "TORCH_DISTRIBUTED_DEBUG", "HPCDIST_LOG", "HPCDIST_SHM"])
 def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypatch):
-    begin = {
-        "hpcdist": dist.init_process_group,
-        "torch": lambda: torch.distributed.init_process_group("hpcdist"),
-    }[front]
+    begin = {"hpcdist": dist.init_process_group, "torch": lambda: torch.distributed.init_process_group("hpcdist")}[
+        front
+    ]
     dist.destroy_process_group()
     raising = [set(range(size))] if name == "HPCDIST_SHM" else [set(range(size)), {0}]  # on all ranks, and on one
     for ranks in raising:
@@ -238,14 +240,6 @@ def test_a_communicator_with_messages_under_way_is_not_freed(two_ranks, rank):
     assert retired.free(Unfinished(), comm)
     assert comm == MPI.COMM_NULL
     dist.destroy_process_group(group)
-
-
-def test_null_communicator(rank, size):
-    from mpi4py import MPI
-
-    dist.destroy_process_group()
-    with pytest.raises(ValueError, match="COMM_NULL"):
-        dist.init_process_group(comm=MPI.COMM_NULL)
 
 
 def test_ranks_of_a_part_of_a_world_name_it(rank, size):
