@@ -328,9 +328,9 @@ DEATHS = {
         "rank 0 of the group died",
     ),
     "a receive from anyone": (
-        (3, 2, "", "if ME == 0: work = dist.irecv(torch.zeros(8)); work.wait()", OF_ANYONE),
-        [0],
-        "irecv on rank 0 of 3 failed: rank 2 of the group died",
+        (3, 2, "", "work = dist.irecv(torch.zeros(8), None if ME == 0 else 0); work.wait()", OF_ANYONE),
+        [0, 1],
+        "of 3 failed: rank 2 of the group died",
     ),
     "a wait for a signal, not another window": (
         (3, 2, "window = dist.Window(4); dist.barrier()", "window.wait_signal(2)", ANOTHER_WINDOW),
