@@ -4,8 +4,6 @@ A test that fails on one rank fails on all of them, with that rank's report, and
 that fails while others wait for it in a collective is ended by the time limit of the test, which ends the job.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every collective, dtype and op on CUDA tensors computes what the mathematics says, whatever library carries them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as c10d

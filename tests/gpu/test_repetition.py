@@ -1,7 +1,5 @@
 """Calls that repeat: the library's call at once, with the streams and lifetimes of the first call."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

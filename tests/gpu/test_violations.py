@@ -1,7 +1,5 @@
 """Rules broken on purpose: the emulated GPUs notice each, so that silence in the other tests means something."""
 
-from __future__ import annotations
-
 import threading
 import time
 

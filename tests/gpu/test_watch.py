@@ -4,8 +4,6 @@ What another thread would do at the worst moment is done there by a function tha
 communicator's or of a stream's.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Imports, forks, wrong launchers and uncaught exceptions, each in processes of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

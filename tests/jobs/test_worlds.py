@@ -1,7 +1,5 @@
 """Worlds that begin and end again and again, found through a store: in each cycle all must meet again."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

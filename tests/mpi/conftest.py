@@ -4,8 +4,6 @@ The ranks may be on several hosts (``tests/cluster`` runs them there). Tests of 
 shared memory, use the communicator ``of_host``; all others use all ranks.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings that decide about calls: a difference between ranks ends the start on every rank, with its cause."""
 
-from __future__ import annotations
-
 import pytest
 
 import hpcdist as dist

@@ -1,7 +1,5 @@
 """Asynchronous work ends, in order, with the buffers kept, and tells the truth about itself."""
 
-from __future__ import annotations
-
 import gc
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Bad input raises c10d's class, says what was expected, sends nothing, and leaves the group usable."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from functools import partial

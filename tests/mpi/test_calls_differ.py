@@ -1,7 +1,5 @@
 """Ranks whose calls differ: an error on every rank that names both calls, no memory overwritten, the group usable."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from datetime import timedelta

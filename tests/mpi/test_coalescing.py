@@ -1,7 +1,5 @@
 """Coalesced calls give what single calls give."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

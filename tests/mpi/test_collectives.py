@@ -1,7 +1,5 @@
 """Every row of the table computes what the mathematics says, for every dtype, op, root and layout."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """Subgroups are what was asked for, in one step, and gone when destroyed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The world begins and ends cleanly, again and again, and over communicators that others own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

@@ -1,7 +1,5 @@
 """TORCH_DIST_NAN_CHECK=1: NaN is found before it is sent, on the rank that would send it, and nothing is sent."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -1,7 +1,5 @@
 """Node-shared tensors: one copy, seen by all ranks of a node and their children, and freed by each for itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

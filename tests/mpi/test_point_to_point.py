@@ -1,7 +1,5 @@
 """Messages reach the rank they are for, in order, by tag, from anyone, and to oneself."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -7,8 +7,6 @@ because of it would hang or truncate. Some programs are loops, whose calls come 
 numbers of a seed of their own, so that each rank knows what every result must be.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

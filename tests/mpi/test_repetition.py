@@ -1,7 +1,5 @@
 """A call that repeats the last one is taken for it, and one that only resembles it is not."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """Reductions that repeat bit for bit, in rank order, whatever the size, layout and form of the call."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

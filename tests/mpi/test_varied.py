@@ -1,7 +1,5 @@
 """Collectives of varied sizes: values, gradients, ranks that differ, and input that does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

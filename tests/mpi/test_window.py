@@ -1,7 +1,5 @@
 """One-sided windows: what is put, got, accumulated and signalled, on one node and between imitated ones."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

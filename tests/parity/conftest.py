@@ -1,7 +1,5 @@
 """torch.distributed on gloo beside hpcdist on the same ranks."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

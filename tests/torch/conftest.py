@@ -1,7 +1,5 @@
 """One default group for all tests in this folder that run under mpirun: hpcdist's, which is torch.distributed's too."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

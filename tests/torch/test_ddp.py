@@ -1,7 +1,5 @@
 """DistributedDataParallel: the gradients of all ranks' batches are those of one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

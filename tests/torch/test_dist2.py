@@ -1,7 +1,5 @@
 """Groups as objects, without a registry."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

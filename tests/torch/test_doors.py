@@ -1,7 +1,5 @@
 """Three doors take the same decisions, whoever set which variable: ``import hpcdist``, torch's "hpcdist", ``run``."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

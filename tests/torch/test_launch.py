@@ -1,7 +1,5 @@
 """Unmodified scripts, other worlds and torch's own init_process_group with hpcdist, each in its own processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

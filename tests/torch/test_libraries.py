@@ -1,7 +1,5 @@
 """Scripts of Lightning and Accelerate as their users write them, on two ranks of MPI: `make versions` installs both."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import textwrap

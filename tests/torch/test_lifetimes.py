@@ -1,7 +1,5 @@
 """What Python hands to torch's C++ lives until C++ lets go of it, and no longer."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import gc

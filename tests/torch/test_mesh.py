@@ -1,7 +1,5 @@
 """DeviceMesh: dimensions, names, slices; one MPI_Comm_split a dimension."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """What torch's libraries call on a group: c10d's methods on lists and options."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """mpirun of one MPI, library of another: all ranks are in one world, or each gets an error; never two worlds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

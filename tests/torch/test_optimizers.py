@@ -1,7 +1,5 @@
 """ZeroRedundancyOptimizer, local SGD, SyncBatchNorm and the pipeline."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 

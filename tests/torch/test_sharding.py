@@ -1,7 +1,5 @@
 """FSDP2, DTensor, tensor parallel and checkpoints: sharded over the ranks, equal to one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

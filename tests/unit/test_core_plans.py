@@ -1,7 +1,5 @@
 """Plans, buckets and messages to oneself: rules without processes."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

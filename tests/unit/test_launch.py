@@ -1,7 +1,5 @@
 """Every launcher is recognised, and each way to find the others without MPI works or fails clearly."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 
