@@ -65,6 +65,7 @@ def pytest_runtest_setup(item):
 
 # folders that `make test` runs whole; elsewhere it runs the tests that have the mark
 QUICK = ("unit", "project")
+ON_RANKS = ("mpi", "parity", "gpu")
 
 
 def pytest_configure(config):
@@ -74,8 +75,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.relative_to(config.rootpath).parts[1] in QUICK:
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder in QUICK:
             item.add_marker(pytest.mark.quick)
+        elif folder in ON_RANKS:
+            item.add_marker(pytest.mark.mpi)
 
 
 def pytest_collection_finish(session):

@@ -32,7 +32,6 @@ def pytest_collection_modifyitems(items):
         if "tests/gpu" not in str(item.path):
             continue
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.mpi)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -9,14 +9,10 @@ from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.library import load
 from hpcdist.core.reduction import KIND_OF
 from hpcdist.core.table import ALL_REDUCE, ROWS
-from tests.mpi.expected import MOVING, OPS, PAIRS, mathematics, same, values, widened
+from tests.mpi.expected import MOVING, OPS, PAIRS, ids, mathematics, same, values, widened
 from tests.ranks import of_all_ranks
 
 PREMULTIPLIED = [(dtype, "PREMUL_SUM") for dtype in KIND_OF if dtype.is_floating_point or dtype.is_complex]
-
-
-def ids(value):
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
 def are_close(got, expected):

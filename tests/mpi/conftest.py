@@ -15,12 +15,6 @@ from tests.ranks import of_all_ranks
 BACKEND = os.environ.get("HPCDIST_TEST_BACKEND")
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/mpi" in str(item.path):
-            item.add_marker(pytest.mark.mpi)
-
-
 @pytest.fixture(scope="package", autouse=True)
 def _default_group():
     dist.init_process_group(BACKEND)

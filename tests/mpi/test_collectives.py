@@ -9,13 +9,9 @@ import torch
 
 import hpcdist as dist
 
-from .expected import MOVING, OPS, PAIRS, combined, equal, mathematics, same, values, widened
+from .expected import MOVING, OPS, PAIRS, combined, equal, ids, mathematics, same, values, widened
 
 LOSES_NAN = os.environ.get("HPCDIST_TEST_BACKEND") == "gloo"  # its MIN and MAX of NaN and a number may be either
-
-
-def ids(value):
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
 @pytest.mark.parametrize(("dtype", "name"), PAIRS, ids=ids)

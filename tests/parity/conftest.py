@@ -8,12 +8,6 @@ import torch.distributed as td
 import hpcdist as dist
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/parity" in str(item.path):
-            item.add_marker(pytest.mark.mpi)
-
-
 @pytest.fixture(scope="package", autouse=True)
 def world():
     from hpcdist.backends.mpi.process import runtime

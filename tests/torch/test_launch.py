@@ -11,11 +11,6 @@ from tests import forked, programs
 from tests.ports import free_port
 from tests.programs import ROOT
 
-pytestmark = pytest.mark.skipif(
-    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-)
-
-
 RUN = ["-c", "import sys; from hpcdist.cli.run import run; sys.exit(run(sys.argv[1:]))"]  # python -m hpcdist run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
