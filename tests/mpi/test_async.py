@@ -126,8 +126,9 @@ def strided(given, size):
 
 
 def coalesced(given, size):
-    dist.all_reduce_coalesced([given, torch.ones(2)])
-    return given / size
+    part = given[::2]
+    dist.all_reduce_coalesced([part, torch.ones(2)])
+    return part / size
 
 
 def several(given, size):
