@@ -4,8 +4,6 @@ A test that fails on one rank fails on all of them, with that rank's report, and
 that fails while others wait for it in a collective is ended by the time limit of the test, which ends the job.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -67,6 +65,7 @@ def pytest_runtest_setup(item):
 
 # folders that `make test` runs whole; elsewhere it runs the tests that have the mark
 QUICK = ("unit", "project")
+ON_RANKS = ("mpi", "parity", "gpu")
 
 
 def pytest_configure(config):
@@ -76,8 +75,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if item.path.relative_to(config.rootpath).parts[1] in QUICK:
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder in QUICK:
             item.add_marker(pytest.mark.quick)
+        elif folder in ON_RANKS:
+            item.add_marker(pytest.mark.mpi)
 
 
 def pytest_collection_finish(session):

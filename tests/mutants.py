@@ -22,10 +22,7 @@ from tests.programs import mpirun_command, output, start
 ROOT = Path(__file__).parents[1]
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--color=no", "--timeout", "60")
 SECONDS = 200
-NO_TESTS, NOTHING_CHOSEN = (
-    5,
-    re.compile(r"no tests ran|^\d+ deselected", re.MULTILINE),
-)  # pytest's
+NO_TESTS, NOTHING_CHOSEN = (5, re.compile(r"no tests ran|^\d+ deselected", re.MULTILINE))  # pytest's
 RANKS = 3
 ON_RANKS = ("mpi", "parity", "torch")  # folders whose tests run under mpirun
 
@@ -255,7 +252,7 @@ MUTANTS = [
     ),
     # -- watch: whether and when a call is ended, and what proves a death
     *Lines(f"{WATCH}/escalation.py", "unit/test_watch_states.py").broken(
-        ("    if was_interrupted:\n", "    if True:\n"),
+        ("    if was_interrupted:\n", "    if True:\n")
     ),
     *Lines(f"{WATCH}/calls_under_way.py", "unit/test_watch_states.py").broken(
         ("known.get(id(made.record), made)", "made"),
@@ -269,12 +266,10 @@ MUTANTS = [
         ("        elif now >= self.reports.turn(collective, each.group.rank(), each.since):\n", "        else:\n")
     ),
     *Lines(f"{WATCH}/liveness.py", "unit/test_proof_of_death.py").broken(
-        (" if error == errno.ECONNREFUSED}", " if error}"),
-        (" if found.get(each) == 0]", "]"),
+        (" if error == errno.ECONNREFUSED}", " if error}"), (" if found.get(each) == 0]", "]")
     ),
     *Lines(f"{WATCH}/question.py", "unit/test_many_ranks.py").broken(
-        ("parts_of(sorted(part - {rank}))", "{}"),
-        ("for rank in late[:FAN]:", "for rank in late:"),
+        ("parts_of(sorted(part - {rank}))", "{}"), ("for rank in late[:FAN]:", "for rank in late:")
     ),
     *Lines(f"{WATCH}/channel.py", "unit/test_many_ranks.py").broken(
         ('if message["numbering"] != self.numbering:', "if False:")
@@ -322,10 +317,7 @@ MUTANTS = [
         ("        if size > limit:\n", "        if False:\n")
     ),
     *Lines("stores/hash_store.py", "stores/test_hash_store.py").broken(
-        (
-            "        self._data.update(pairs)\n        self._changed.notify_all()\n",
-            "        self._data.update(pairs)\n",
-        )
+        ("        self._data.update(pairs)\n        self._changed.notify_all()\n", "        self._data.update(pairs)\n")
     ),
 ]
 

@@ -76,6 +76,11 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
+def resident(pid: int | str = "self") -> int:
+    """Return the bytes of memory that a process has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def start(command: list[object], folder: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
     """Start a command in a process group of its own and return its process, whose output can be read."""
     return subprocess.Popen(

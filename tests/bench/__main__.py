@@ -3,8 +3,6 @@
 mpirun -n 2 python -m tests.bench [SUBJECT] [OPTION...]
 """
 
-from __future__ import annotations
-
 import sys
 
 from hpcdist.cli import bench

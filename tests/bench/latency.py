@@ -90,10 +90,7 @@ def rows(bench: Bench, count: int, fake: Any) -> dict[str, dict[str, Callable[[]
             "hpcdist": lambda: wait([dist.irecv(other, before), dist.isend(one, after)]),
             "mpi4py": raw_messages,
         },
-        "batch_isend_irecv of 2, and waits": {
-            "hpcdist": lambda: wait(batch()),
-            "mpi4py": lambda: wait_all(requests()),
-        },
+        "batch_isend_irecv of 2, and waits": {"hpcdist": lambda: wait(batch()), "mpi4py": lambda: wait_all(requests())},
     }
 
 

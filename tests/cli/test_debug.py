@@ -1,7 +1,5 @@
 """``python -m hpcdist debug`` on a running job of three ranks, one of which goes to sleep."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

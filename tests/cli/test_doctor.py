@@ -1,7 +1,5 @@
 """The doctor on real ranks of this environment's MPI: right and wrong set-ups."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The doctor's findings on given facts, as ranks return them."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

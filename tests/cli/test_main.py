@@ -1,7 +1,5 @@
 """The table of commands: each runs, none is missing, wrong calls exit with 2."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """The doctor's advice on the topologies of known machines, and the warning of ``init_process_group``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

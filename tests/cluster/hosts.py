@@ -52,10 +52,7 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "the virtual cluster makes network and process namespaces, which takes root"
     trial = subprocess.run(
-        [*UNSHARE, "--uts", "--ipc", "bash", "-c", TRIAL],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*UNSHARE, "--uts", "--ipc", "bash", "-c", TRIAL], capture_output=True, text=True, check=False
     )
     return "" if trial.returncode == 0 else f"this kernel or container gives no namespaces: {trial.stderr.strip()}"
 
@@ -102,11 +99,7 @@ class Host:
         return [*self._enter, "bash", "-c", 'cd "$1"; shift; exec "$@"', "bash", str(folder), *words]
 
     def run(
-        self,
-        words: Sequence[str],
-        seconds: float = 60,
-        environment: dict[str, str] | None = None,
-        folder: Path = ROOT,
+        self, words: Sequence[str], seconds: float = 60, environment: dict[str, str] | None = None, folder: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on this host, in a folder, and return its status and what it wrote."""
         command = self.command(words, folder)

@@ -13,10 +13,7 @@ from tests.cluster import launch
 from tests.cluster.hosts import Cluster
 from tests.faults.launch import LIBRARY
 
-pytestmark = [
-    pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"), pytest.mark.timeout(300)]
 # what a host has to send of S bytes on N hosts, as a part of S (N - 1) / N; of a broadcast the root sends S
 LEAST = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 TARGET = 1.1  # TCP's headers, acknowledgements and what else the ranks say to each other

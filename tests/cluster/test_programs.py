@@ -14,10 +14,7 @@ from tests.cluster.hosts import Cluster
 from tests.faults.launch import LIBRARY
 from tests.programs import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"), pytest.mark.timeout(600)]
 HERE = Path(__file__).parent
 JOBS = ROOT / "slurm/jobs"
 QUIET = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}

@@ -15,10 +15,7 @@ from tests.cluster.hosts import Cluster
 from tests.faults.launch import LIBRARY
 from tests.programs import ROOT
 
-pytestmark = [
-    pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.skipif(LIBRARY == "none", reason="this environment has no mpirun"), pytest.mark.timeout(900)]
 FILES = sorted(path.name for path in (ROOT / "tests/mpi").glob("test_*.py"))
 SLOTS = [(1, 2), (2, 2)]
 IN_SMOKE = {  # on the first of them; the value tells whether on MPICH too

@@ -1,7 +1,5 @@
 """Runner on emulated GPUs: ``python -m tests.emulated_gpu PROGRAM.py …``, or ``-m MODULE …`` for a module."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -25,11 +25,7 @@ LINES = [
     (STREAMS, "            if not is_capturing:\n", "            if True:\n"),
     (STREAMS, "        self.keepalive = keepalive  #", "        self.keepalive = ()  #"),
     (STREAMS, "        self.under_way.append(call)\n", ""),
-    (
-        STREAMS,
-        "            call.is_captured = self.is_in_graph = True\n            return\n",
-        "            pass\n",
-    ),
+    (STREAMS, "            call.is_captured = self.is_in_graph = True\n            return\n", "            pass\n"),
     (
         STREAMS,
         "        if self.is_capturing():\n            self.is_in_graph = True\n",

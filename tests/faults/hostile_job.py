@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
 import time
@@ -15,10 +14,7 @@ import torch
 import hpcdist as dist
 from hpcdist.watch.watchdog import RUNNING
 from tests.faults.telling import tell
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+from tests.programs import resident
 
 
 def state() -> dict[str, Any]:

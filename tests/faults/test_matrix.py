@@ -105,8 +105,7 @@ def test_a_fault_ends_in_bounded_time(launcher: str, fault: str, call: str) -> N
 
 @pytest.mark.parametrize("launcher", FIRST)
 @pytest.mark.parametrize(
-    ("call", "title"),
-    [("nodes", "new_subgroups #3"), ("store", "open_store #3"), ("reproducible", "reproducible #3")],
+    ("call", "title"), [("nodes", "new_subgroups #3"), ("store", "open_store #3"), ("reproducible", "reproducible #3")]
 )
 def test_what_is_done_before_a_call_begins_is_watched_too(launcher: str, call: str, title: str) -> None:
     with Job(launcher, RANKS, ["absent", call], FAULT_TIMEOUT=str(TIMEOUT)) as job:

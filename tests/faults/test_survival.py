@@ -292,54 +292,81 @@ def test_a_rank_that_left_a_call_through_shared_memory_makes_no_others(launcher:
         assert "Preempted has ended an earlier call of this rank" in raised["text"]
 
 
-MESSAGES = """
+DEATH = """
+victim, before, call, after = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group()
-if ME == 0:
-    os.kill(os.getpid(), 9)
-work = dist.irecv(torch.zeros(1_000_000), ME - 1)
+exec(before)
+if ME == victim:
+    os.kill(os.getpid(), signal.SIGKILL)
 try:
-    work.wait()
+    exec(call)
 except dist.DistBackendError as error:
     tell("raised", text=str(error))
-assert dist.shrink_group([0]).size() == 3
+exec(after)
+tell("goes on")
 os._exit(0)
 """
-
-
-@pytest.mark.parametrize("launcher", ULFM)
-def test_a_death_ends_the_messages_of_all_ranks(launcher: str) -> None:
-    """Those of ranks 2 and 3 too, which have none with the dead one, but with ranks that have."""
-    with Job(launcher, 4, script=MESSAGES) as job:
-        job.finish(120)
-        raised = job.expect("raised", 3, 0)
-        assert all("rank 0 of the group died" in each["text"] for each in raised)
-
-
-ANYONE = """
-dist.init_process_group()
-if ME == 2:
-    os.kill(os.getpid(), 9)
+# after a death MPI would leave such a receive as it is (MPI_ERR_PROC_FAILED_PENDING): it is matched no more
+OF_ANYONE = """
 if ME == 0:
-    work = dist.irecv(torch.zeros(8))
-    try:
-        work.wait()
-    except dist.DistBackendError as error:
-        receive = work._request
-        has_ended = receive.message is None and receive not in receive._queue.waiting
-        tell("raised", text=str(error), has_ended=has_ended)
+    receive = work._request
+    assert receive.message is None and receive not in receive._queue.waiting
 dist.shrink_group([2])
-os._exit(0)
 """
+ANOTHER_WINDOW = """
+window.close()
+dist.shrink_group([2])
+with dist.Window(4) as window:
+    window.signal(1 - ME)
+    window.wait_signal(1 - ME)
+"""
+# ranks and which of them dies, what each does before, then, and after it; which ranks raise, and their words
+DEATHS = {
+    "the messages of all ranks, with whomever": (
+        (4, 0, "", "work = dist.irecv(torch.zeros(1_000_000), ME - 1); work.wait()", "dist.shrink_group([0])"),
+        [1, 2, 3],
+        "rank 0 of the group died",
+    ),
+    "a receive from anyone": (
+        (3, 2, "", "work = dist.irecv(torch.zeros(8), None if ME == 0 else 0); work.wait()", OF_ANYONE),
+        [0, 1],
+        "of 3 failed: rank 2 of the group died",
+    ),
+    "a wait for a signal, not another window": (
+        (3, 2, "window = dist.Window(4); dist.barrier()", "window.wait_signal(2)", ANOTHER_WINDOW),
+        [0, 1],
+        "failed: rank 2 of the group died",
+    ),
+}
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-def test_the_memory_of_a_receive_from_anyone_is_not_written_after_it_has_failed(launcher: str) -> None:
-    """After a death MPI would leave such a receive as it is (MPI_ERR_PROC_FAILED_PENDING): it is matched no more."""
-    with Job(launcher, 3, script=ANYONE) as job:
-        job.finish(120)
-        (raised,) = job.expect("raised", 1, 0)
-        assert "irecv on rank 0 of 3 failed: rank 2 of the group died" in raised["text"]
-        assert raised["has_ended"]
+@pytest.mark.parametrize("name", DEATHS)
+def test_a_death_ends(name: str, launcher: str) -> None:
+    (ranks, victim, *steps), raising, said = DEATHS[name]
+    with Job(launcher, ranks, [str(victim), *steps], DEATH) as job:
+        job.expect("goes on", ranks - 1)
+        raised = {each["rank"]: each["text"] for each in job.events("raised")}
+        assert sorted(raised) == raising, job.stderr()
+        assert all(said in text for text in raised.values()), raised
+
+
+@pytest.mark.parametrize("launcher", ULFM)
+@pytest.mark.parametrize(
+    ("before", "call", "said"),
+    [
+        ("dist.barrier()", "dist.monitored_barrier()", "[Rank 0]: Rank 2 failed to pass monitoredBarrier"),
+        ("dist.destroy_process_group()", "dist.init_process_group()", "init_process_group failed in MPI"),
+    ],
+    ids=["monitored", "init"],
+)
+def test_errors_of_what_is_no_call_on_a_group_name_the_dead_rank(
+    launcher: str, before: str, call: str, said: str
+) -> None:
+    with Job(launcher, 3, ["2", before, call, ""], DEATH) as job:
+        job.finish(90)
+        raised = [each["text"] for each in job.events("raised")]
+        assert any(said in text and "rank 2 died" in text for text in raised), job.stderr()
 
 
 STOPPED = """
@@ -425,66 +452,6 @@ def test_the_error_of_gloo_says_where_a_lost_rank_is(tmp_path: Path, number: int
         for each in ranks:
             each.kill()
             each.communicate(timeout=10)
-
-
-NO_CALL = """
-before, call = sys.argv[1:]
-dist.init_process_group()
-exec(before)
-if ME == 2:
-    os.kill(os.getpid(), 9)
-try:
-    exec(call)
-except dist.DistBackendError as error:
-    tell("raised", text=str(error))
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("launcher", ULFM)
-@pytest.mark.parametrize(
-    ("before", "call", "said"),
-    [
-        ("dist.barrier()", "dist.monitored_barrier()", "[Rank 0]: Rank 2 failed to pass monitoredBarrier"),
-        ("dist.destroy_process_group()", "dist.init_process_group()", "init_process_group failed in MPI"),
-    ],
-    ids=["monitored", "init"],
-)
-def test_errors_of_what_is_no_call_on_a_group_name_the_dead_rank(
-    launcher: str, before: str, call: str, said: str
-) -> None:
-    with Job(launcher, 3, [before, call], NO_CALL) as job:
-        job.finish(90)
-        raised = [each["text"] for each in job.events("raised")]
-        assert any(said in text and "rank 2 died" in text for text in raised), job.stderr()
-
-
-SIGNAL = """
-dist.init_process_group()
-window = dist.Window(4)
-dist.barrier()
-if ME == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    window.wait_signal(2)
-except dist.DistBackendError as error:
-    tell("raised", text=str(error))
-window.close()
-dist.shrink_group([2])
-with dist.Window(4) as window:
-    window.signal(1 - ME)
-    window.wait_signal(1 - ME)
-tell("goes on")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("launcher", ULFM)
-def test_a_wait_for_the_signal_of_a_dead_rank_raises_and_a_new_window_works(launcher: str) -> None:
-    with Job(launcher, 3, script=SIGNAL) as job:
-        job.expect("goes on", 2)
-        raised = job.expect("raised", 2)
-        assert all("failed: rank 2 of the group died" in each["text"] for each in raised), raised
 
 
 END = """

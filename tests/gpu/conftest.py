@@ -32,7 +32,6 @@ def pytest_collection_modifyitems(items):
         if "tests/gpu" not in str(item.path):
             continue
         item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.mpi)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -111,6 +110,15 @@ def gate(device):
     yield made
     made.open()
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def alone(world, device):
+    """A communicator of this rank only, which ``adopt`` takes as that of a pair."""
+    from hpcdist.backends.nccl.library import load
+
+    core = load().core
+    return core.Communicator.init(1, 0, core.get_unique_id())
 
 
 @pytest.fixture

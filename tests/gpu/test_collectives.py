@@ -1,7 +1,5 @@
 """Every collective, dtype and op on CUDA tensors computes what the mathematics says, whatever library carries them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as c10d
@@ -11,13 +9,10 @@ from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.library import load
 from hpcdist.core.reduction import KIND_OF
 from hpcdist.core.table import ALL_REDUCE, ROWS
-from tests.mpi.expected import MOVING, OPS, PAIRS, mathematics, same, values, widened
+from tests.mpi.expected import MOVING, OPS, PAIRS, ids, mathematics, same, values, widened
+from tests.ranks import of_all_ranks
 
 PREMULTIPLIED = [(dtype, "PREMUL_SUM") for dtype in KIND_OF if dtype.is_floating_point or dtype.is_complex]
-
-
-def ids(value):
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
 def are_close(got, expected):
@@ -140,8 +135,7 @@ def test_objects_do_not_touch_the_gpu(group, rank, size, device):
     torch.cuda.synchronize()
     group.backend(device).outstanding()  # lets go of what earlier calls held
     before = torch.cuda.memory_allocated()
-    everyones = [None] * size
-    dist.all_gather_object(everyones, {"rank": rank}, group)
+    everyones = of_all_ranks({"rank": rank}, group)
     assert everyones == [{"rank": each} for each in range(size)]
     assert torch.cuda.memory_allocated() == before
 

@@ -1,7 +1,5 @@
 """Messages, grouped calls, subgroups and the end of groups on NCCL."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -4,8 +4,6 @@ On a GPU a broken rule shows now and then; the emulated GPUs follow which task c
 whatever the timing was.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

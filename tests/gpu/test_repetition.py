@@ -1,7 +1,5 @@
 """Calls that repeat: the library's call at once, with the streams and lifetimes of the first call."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -115,13 +113,3 @@ def test_through_host_memory_each_call_keeps_its_place_among_streams(is_async, c
                 time.sleep(0.003)  # the worker thread carries it out
                 work.wait()
             assert tensor.unique().tolist() == [float(sum(value + each for each in range(size)))]
-
-
-def test_a_destroyed_group_repeats_nothing(rank, size, device):
-    group = dist.new_group(list(range(size)))
-    tensor = torch.ones(COUNT, device=device)
-    for _ in range(ROUNDS):
-        dist.all_reduce(tensor.fill_(1.0), group=group)
-    dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match="group"):
-        dist.all_reduce(tensor, group=group)

@@ -1,7 +1,5 @@
 """Order of calls with the kernels around them, and a host that stays free."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import threading

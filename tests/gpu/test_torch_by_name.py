@@ -1,7 +1,5 @@
 """torch's own C++ backend by the name "torch": over a store that is opened over MPI, with groups, meshes and an end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as c10d

@@ -7,8 +7,6 @@ the same scenarios, through torch's C++ and its own rules for streams and memory
 collectives, dtypes and ops are in ``test_collectives``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as c10d

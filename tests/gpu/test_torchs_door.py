@@ -1,7 +1,5 @@
 """What torch.distributed calls on a group of ours with CUDA tensors: messages together, bound groups, and an abort."""
 
-from __future__ import annotations
-
 import threading
 import time
 

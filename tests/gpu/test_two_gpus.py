@@ -1,7 +1,5 @@
 """One rank with tensors on two GPUs: NCCL refuses the other GPU's, and MPI carries both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

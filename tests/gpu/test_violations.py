@@ -1,7 +1,5 @@
 """Rules broken on purpose: the emulated GPUs notice each, so that silence in the other tests means something."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -10,6 +8,7 @@ import torch
 
 import hpcdist as dist
 from hpcdist.backends.nccl.library import load
+from tests.ranks import of_all_ranks
 
 SLEEP_CYCLES = 50_000_000
 
@@ -23,13 +22,6 @@ def noted(emulation):
         return emulation.take_violations()
 
     return take
-
-
-@pytest.fixture
-def alone(world, device):
-    """A communicator of this rank only."""
-    core = load().core
-    return core.Communicator.init(1, 0, core.get_unique_id())
 
 
 def test_memory_that_is_given_back_while_another_stream_uses_it(noted, device):
@@ -93,8 +85,7 @@ def test_calls_of_two_ranks_that_do_not_match(two_ranks, connect, noted, rank, s
     backend.faults.interrupt("".join(noticed))
     with pytest.raises(dist.DistBackendError):
         work.wait()
-    everyones = [None] * size
-    dist.all_gather_object(everyones, noted())
+    everyones = of_all_ranks(noted())
     assert any("calls do not match" in each for each in everyones)
 
 

@@ -4,8 +4,6 @@ What another thread would do at the worst moment is done there by a function tha
 communicator's or of a stream's.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -43,13 +41,6 @@ def link(backend):
 def call(group, device):
     tensor = torch.ones(2, device=device)
     return lambda is_async=True: dist.all_reduce(tensor, group=group, async_op=is_async)
-
-
-@pytest.fixture
-def alone(world, device):
-    """A communicator of this rank only, which ``adopt`` takes as that of a pair."""
-    core = load().core
-    return core.Communicator.init(1, 0, core.get_unique_id())
 
 
 def test_a_call_that_hangs_is_not_hidden_by_those_queued_behind_it(backend, link, call, gate):

@@ -3,8 +3,6 @@
 torchrun --nproc-per-node=2 tests/gpu/torchrun_job.py
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """The fork server, which starts most programs of the tests, leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

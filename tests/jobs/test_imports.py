@@ -1,7 +1,5 @@
 """Imports, forks, wrong launchers and uncaught exceptions, each in processes of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hpcdist
+from tests.forked import python
 from tests.programs import mpirun, run
 
 pytestmark = pytest.mark.timeout(300)
@@ -168,7 +167,7 @@ def test_a_launcher_that_speaks_another_mpi_is_an_error():
         # the variables alone, without the launcher behind them: MPI starts as a world of one
         program = f"import os; os.environ.update({variables!r})\nfrom mpi4py import MPI\n{code}"
         start = f"from mpi4py import MPI\n{program}"
-        result = run([sys.executable, "-c", start])
+        result = run([*python(), "-c", start])
         assert result.returncode != 0
         assert launcher in result.stderr
         assert "started 4 ranks (this is rank 2)" in result.stderr
@@ -194,7 +193,7 @@ dist.all_reduce(torch.ones(1))
 @pytest.mark.parametrize("door", ["import hpcdist as dist", "import torch.distributed as dist"])
 def test_an_uncaught_exception_ends_the_job(door):
     # without an end of the job, ranks 0 and 2 would wait for 30 minutes
-    result = mpirun(3, ["-c", f"{door}\n{FAILS}"], timeout=90)
+    result = mpirun(3, ["-c", f"{door}\n{FAILS}"], timeout=90, python=python())
     assert result.returncode != 0
     assert "[rank 1 of 3] uncaught exception" in result.stderr
     assert "the program has a hook of its own\nTraceback" in result.stderr

@@ -1,7 +1,5 @@
 """Worlds that begin and end again and again, found through a store: in each cycle all must meet again."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -184,11 +182,14 @@ except dist.DistBackendError:  # under ULFM
 ULFM = pytest.mark.skipif(not HAS_ULFM, reason="there is no ULFM")
 
 
-@pytest.mark.parametrize("status", [3, 0])
 @pytest.mark.parametrize(
-    ("options", "call"),
-    [([], "objects"), ([], "members"), pytest.param(["--with-ft", "ulfm"], "objects", marks=ULFM)],
-    ids=["plain", "members", "ULFM"],
+    ("options", "call", "status"),
+    [
+        pytest.param([], "objects", 3, id="plain-3"),
+        pytest.param([], "members", 0, id="members-0"),
+        pytest.param(["--with-ft", "ulfm"], "objects", 3, marks=ULFM, id="ULFM-3"),
+        pytest.param(["--with-ft", "ulfm"], "objects", 0, marks=ULFM, id="ULFM-0"),
+    ],
 )
 def test_the_job_has_the_status_of_the_rank_that_left_while_others_wait(options, call, status):
     """Scripts that requeue a job read it; 0 would say that all is well."""

@@ -4,22 +4,15 @@ The ranks may be on several hosts (``tests/cluster`` runs them there). Tests of 
 shared memory, use the communicator ``of_host``; all others use all ranks.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 
 import hpcdist as dist
 from hpcdist.core import memory_file
+from tests.ranks import of_all_ranks
 
 BACKEND = os.environ.get("HPCDIST_TEST_BACKEND")
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/mpi" in str(item.path):
-            item.add_marker(pytest.mark.mpi)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -78,10 +71,8 @@ def world(_default_group):
 
 
 @pytest.fixture
-def two_nodes(monkeypatch, rank, size):
+def two_nodes(monkeypatch, rank):
     """Two nodes that are imitated by their keys, on one host: ranks of several hosts would share no memory."""
-    hosts = [None] * size
-    dist.all_gather_object(hosts, os.uname().nodename)
-    if len({*hosts}) > 1:
+    if len({*of_all_ranks(os.uname().nodename)}) > 1:
         pytest.skip("imitated on one host")
     monkeypatch.setenv("HPCDIST_NODE_KEY", f"node{rank % 2}")

@@ -30,6 +30,11 @@ PAIRS = [
 MOVING = [*KIND_OF, torch.float8_e8m0fnu]
 
 
+def ids(value: object) -> str | None:
+    """How a test's parameters are shown."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
 def number(rank: int, place: int) -> int:
     return 1 + (3 * rank + place) % 5
 

@@ -7,8 +7,6 @@ from hpcdist.cli.bench import cuda as bench_cuda
 from hpcdist.cli.bench import parser
 from hpcdist.cli.bench.timing import Bench
 
-pytestmark = pytest.mark.mpi
-
 
 def test_both_sides_are_measured_in_one_run(world, size, monkeypatch):
     if dist.get_backend() != "mpi":

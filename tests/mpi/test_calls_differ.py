@@ -1,7 +1,5 @@
 """Ranks whose calls differ: an error on every rank that names both calls, no memory overwritten, the group usable."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -14,6 +12,7 @@ from hpcdist.backends.mpi.datatypes import CUTS
 from hpcdist.backends.mpi.node import call_board
 from hpcdist.core import hooks
 from hpcdist.core.errors import CallsDifferError
+from tests.ranks import sum_of_ranks
 
 from . import wrong_programs
 
@@ -27,9 +26,7 @@ def comm(every):
 def group(comm):
     made = dist.new_group()
     yield made
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=made)  # it can be used again
-    assert tensor.tolist() == [made.size()] * 3
+    assert sum_of_ranks(group=made) == made.size()  # it can be used again
     dist.destroy_process_group(made)
 
 
@@ -37,9 +34,7 @@ def group(comm):
 def test_random_programs(seed, rank, size, comm):
     calls, odd, _ = wrong_programs.program(seed, size)
     failure, memory = wrong_programs.run(calls[rank])
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)  # at once: other ranks may not have raised yet
-    assert tensor.tolist() == [size] * 2
+    assert sum_of_ranks() == size  # at once: other ranks may not have raised yet
     failures = comm.allgather(f"{type(failure).__name__}: {failure}")
     for each in failures:
         assert each.startswith("CallsDifferError: the ranks of a group"), failures
@@ -77,9 +72,7 @@ def looks(request, monkeypatch):
 def test_repeated_calls(looks, group, rank, size):
     """Those that are prepared (``core.call_cache``) are compared too."""
     for _ in range(200):
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.item() == size
+        assert sum_of_ranks(group=group) == size
         dist.barrier(group)
     both = torch.ones(size), torch.zeros(size)
     for _ in range(100):
@@ -513,13 +506,6 @@ def test_one_tensor_as_input_and_output_has_to_fit(name, is_strided, size):
     assert bool((x == 1).all())
 
 
-def test_an_exchange_in_place(rank, size):
-    for length in (1, 3000):
-        x = torch.arange(float(size)).repeat_interleave(length) + 10 * rank
-        dist.all_to_all_single(x, x)
-        assert torch.equal(x, (10 * torch.arange(float(size)) + rank).repeat_interleave(length))
-
-
 @pytest.mark.parametrize("name", ["profile", "reproducible"])
 def test_a_block_that_one_rank_leaves_by_an_error_has_ended_on_all(name, rank, size):
     def run():
@@ -534,6 +520,4 @@ def test_a_block_that_one_rank_leaves_by_an_error_has_ended_on_all(name, rank, s
             dist.barrier()
     assert not hooks.reproducible
     assert not hooks.is_profiled()
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    assert tensor.item() == size
+    assert sum_of_ranks() == size

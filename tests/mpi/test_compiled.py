@@ -1,7 +1,5 @@
 """Our calls work in a function that torch.compile takes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A default device, such as ``torch.set_default_device("cuda")`` sets, does not reach what we make for ourselves."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

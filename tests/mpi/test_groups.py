@@ -1,7 +1,5 @@
 """Subgroups are what was asked for, in one step, and gone when destroyed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -17,15 +15,9 @@ from hpcdist.backends.mpi.communicator import group_tag
 from hpcdist.core.journal import RING, CallRecord
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
+from tests.ranks import of_all_ranks, sum_of_ranks
 
 IN_ORDER = has("`split_group` in the order given")
-
-
-def total(group, value):
-    """Return the sum over a group."""
-    tensor = torch.tensor([float(value)])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def test_new_group_of_every_pair(rank, size):
@@ -37,7 +29,7 @@ def test_new_group_of_every_pair(rank, size):
                 assert dist.get_rank(group) == (0 if rank == first else 1)
                 assert dist.get_group_rank(group, second) == 1
                 assert dist.get_global_rank(group, 1) == second
-                assert total(group, rank) == first + second
+                assert sum_of_ranks(rank, group) == first + second
                 dist.destroy_process_group(group)
             else:
                 assert group == dist.GroupMember.NON_GROUP_MEMBER
@@ -68,7 +60,7 @@ def test_local_synchronization(rank, size):
     if rank in members:  # the others do not call
         group = dist.new_group(members, use_local_synchronization=True)
         again = dist.new_group(members, use_local_synchronization=True)
-        assert total(group, rank) == sum(members)
+        assert sum_of_ranks(rank, group) == sum(members)
         assert group.group_name != again.group_name
         dist.destroy_process_group(group)
         dist.destroy_process_group(again)
@@ -85,11 +77,10 @@ def test_new_subgroups(rank, size):
         assert every[rank // length] is mine
         assert all(g == dist.GroupMember.NON_GROUP_MEMBER for i, g in enumerate(every) if i != rank // length)
         start = rank // length * length
-        assert total(mine, rank) == sum(range(start, start + length))
+        assert sum_of_ranks(rank, mine) == sum(range(start, start + length))
         dist.destroy_process_group(mine)
     by_node, _ = dist.new_subgroups()
-    hosts = [None] * size
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = of_all_ranks(socket.gethostname())
     assert dist.get_process_group_ranks(by_node) == [each for each in range(size) if hosts[each] == hosts[rank]]
     dist.destroy_process_group(by_node)
     for bad in (0, -1, size + 1):
@@ -111,7 +102,7 @@ def test_enumeration_with_ranks_left_out(rank, size):
     mine, every = dist.new_subgroups_by_enumeration([[2, 0]])
     assert len(every) == 1
     if rank in (0, 2):
-        assert total(mine, rank) == 2
+        assert sum_of_ranks(rank, mine) == 2
         dist.destroy_process_group(mine)
     else:
         assert mine is None
@@ -126,7 +117,7 @@ def test_split_group(two_ranks, rank, size):
     child = dist.split_group(parent, [[0], list(range(1, size))])
     me = dist.get_rank(parent)
     assert dist.get_process_group_ranks(child) == ([size - 1] if me == 0 else list(range(size - 1))[::-1])
-    assert total(child, rank) == (size - 1 if me == 0 else sum(range(size - 1)))
+    assert sum_of_ranks(rank, child) == (size - 1 if me == 0 else sum(range(size - 1)))
     partial, outside = dist.split_group(None, [[0]]), dist.GroupMember.NON_GROUP_MEMBER if IN_ORDER else None
     assert (partial == outside) == (rank != 0)
     turned = dist.split_group(None, [list(range(size))[::-1]])
@@ -176,7 +167,7 @@ def test_non_members_are_told_and_do_not_communicate(two_ranks, rank):
                 ask(group)
         dist.destroy_process_group(group)  # nothing to do
     else:
-        assert total(group, 5) == 5
+        assert sum_of_ranks(5, group) == 5
         dist.destroy_process_group(group)
     dist.barrier()
 
@@ -211,8 +202,8 @@ def test_counts_and_names(rank, size):
 def test_warnings_are_not_given_to_members(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert total(None, 1) == size
-        assert total(dist.group.WORLD, 1) == size
+        assert sum_of_ranks() == size
+        assert sum_of_ranks(1, dist.group.WORLD) == size
 
 
 def test_groups_are_made_behind_queued_calls(rank, size):
@@ -223,11 +214,11 @@ def test_groups_are_made_behind_queued_calls(rank, size):
     for work in works:
         work.wait()
     assert all(tensor[-1] == sum(range(size)) for tensor in queued)
-    assert total(group, 1) == size
-    assert total(pair, rank) == rank
+    assert sum_of_ranks(1, group) == size
+    assert sum_of_ranks(rank, pair) == rank
     dist.all_reduce(queued[0], async_op=True)
     local = dist.new_group(list(range(size)), use_local_synchronization=True)
-    assert total(local, 1) == size
+    assert sum_of_ranks(1, local) == size
 
 
 def test_monitored_barrier(rank, size):
@@ -292,8 +283,7 @@ def test_tags_of_groups_made_by_their_members(world):
     tags = [group_tag(name) for name in names]
     assert len(set(tags)) > 14_000  # of 20,000 names that fall on 32,768 tags at random
     assert 0 <= min(tags) <= max(tags) <= 32767
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, tags[:100])
+    everywhere = of_all_ranks(tags[:100])
     assert all(each == tags[:100] for each in everywhere)
 
 
@@ -339,7 +329,7 @@ def test_each_rank_may_give_only_its_own_list(rank, size):
         dist.new_group(mine, backend=dist.get_backend() if torch.empty(0).is_cuda else "gloo"),
     ):
         assert dist.get_process_group_ranks(group) == mine
-        assert total(group, rank) == sum(mine)
+        assert sum_of_ranks(rank, group) == sum(mine)
         dist.destroy_process_group(group)
 
 
@@ -359,7 +349,7 @@ def test_lists_that_contradict_each_other_are_an_error_on_every_rank(two_ranks, 
     with pytest.raises(ValueError, match=r"new_group: rank .* gave the ranks .*, and rank .* gave"):
         calls[make]()
     group = dist.new_group()  # the world takes calls
-    assert total(group, 1) == size
+    assert sum_of_ranks(1, group) == size
     dist.destroy_process_group(group)
 
 
@@ -479,7 +469,7 @@ def test_the_same_ranks_are_made_a_group_again_and_again(world, size):
     groups = [world.split_group(everyone, group_name=name) for name in (None, None, "named", "named") * 5]
     assert len({group.group_name for group in groups}) == 11
     for group in groups:
-        assert total(group, 1) == size
+        assert sum_of_ranks(1, group) == size
         group.shutdown()
 
 

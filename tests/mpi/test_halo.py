@@ -1,7 +1,5 @@
 """Messages to neighbours and ghost cells: beside one process that has the whole array."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

@@ -1,7 +1,5 @@
 """More than 2^31 - 1 elements travel, although MPI counts in C ints."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The world begins and ends cleanly, again and again, and over communicators that others own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time
@@ -18,6 +16,7 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 from hpcdist.launch import environment
 from hpcdist.watch.watchdog import RUNNING
+from tests.ranks import of_all_ranks, sum_of_ranks
 
 pytestmark = pytest.mark.skipif("HPCDIST_TEST_BACKEND" in os.environ, reason="MPI's own life cycle")
 
@@ -29,12 +28,6 @@ def _default_group_after():
         dist.init_process_group()
 
 
-def total():
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
 def test_again_and_again(rank, size):
     for _ in range(300):
         dist.destroy_process_group()
@@ -42,7 +35,7 @@ def test_again_and_again(rank, size):
         dist.init_process_group()
         group = dist.new_group()
         assert group.group_name == "1"
-        assert total() == size
+        assert sum_of_ranks() == size
     dist.destroy_process_group()
     with pytest.raises(ValueError, match="has not been initialized"):
         dist.all_reduce(torch.ones(1))
@@ -60,7 +53,7 @@ def test_a_communicator_of_ones_own(rank, size):
     dist.init_process_group(comm=half, timeout=timedelta(minutes=1))
     assert dist.get_world_size() == half.Get_size()
     assert dist.get_rank() == half.Get_rank()
-    assert total() == half.Get_size()
+    assert sum_of_ranks() == half.Get_size()
     own = dist.get_mpi_comm()
     assert MPI.Comm.Compare(own, half) == MPI.CONGRUENT
     assert own.allreduce(1) == half.Get_size()
@@ -96,11 +89,14 @@ def test_the_longest_timeout(rank, size):
 
 
 def test_bad_arguments(rank, size):
+    from mpi4py import MPI
+
     dist.destroy_process_group()
     for kind, arguments, text in (
         (TypeError, {"timeout": 5}, "timedelta"),
         (RuntimeError, {"timeout": timedelta(seconds=-5)}, "Invalid timeout: -5 s"),
         (TypeError, {"comm": 5}, "Intracomm"),
+        (ValueError, {"comm": MPI.COMM_NULL}, "COMM_NULL"),
         (ValueError, {"backend": "smoke"}, "Unknown backend"),
         (ValueError, {"backend": 5}, "string"),
         (RuntimeError, {"init_method": 5}, "`url` must be a string"),
@@ -150,10 +146,9 @@ def test_an_empty_variable_counts_as_unset(rank, size, monkeypatch):
 @pytest.mark.parametrize("front", ["hpcdist", "torch"])
 @pytest.mark.parametrize("name", [*environment.SWITCHES, "TORCH_DISTRIBUTED_DEBUG", "HPCDIST_LOG", "HPCDIST_SHM"])
 def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypatch):
-    begin = {
-        "hpcdist": dist.init_process_group,
-        "torch": lambda: torch.distributed.init_process_group("hpcdist"),
-    }[front]
+    begin = {"hpcdist": dist.init_process_group, "torch": lambda: torch.distributed.init_process_group("hpcdist")}[
+        front
+    ]
     dist.destroy_process_group()
     raising = [set(range(size))] if name == "HPCDIST_SHM" else [set(range(size)), {0}]  # on all ranks, and on one
     for ranks in raising:
@@ -165,7 +160,7 @@ def test_a_bad_variable_leaves_no_group_behind(rank, size, front, name, monkeypa
             assert not torch.distributed.is_initialized()
             monkeypatch.delenv(name)
         begin()
-        assert total() == size
+        assert sum_of_ranks() == size
         dist.destroy_process_group()
         assert not torch.distributed.is_initialized()
 
@@ -215,7 +210,7 @@ def test_a_communicator_of_a_class_of_ones_own(rank, size):
 
     dist.destroy_process_group()
     dist.init_process_group(comm=Named(MPI.COMM_WORLD, "solver"))
-    assert total() == size
+    assert sum_of_ranks() == size
     assert type(dist.get_mpi_comm()) is MPI.Intracomm
 
 
@@ -243,14 +238,6 @@ def test_a_communicator_with_messages_under_way_is_not_freed(two_ranks, rank):
     assert retired.free(Unfinished(), comm)
     assert comm == MPI.COMM_NULL
     dist.destroy_process_group(group)
-
-
-def test_null_communicator(rank, size):
-    from mpi4py import MPI
-
-    dist.destroy_process_group()
-    with pytest.raises(ValueError, match="COMM_NULL"):
-        dist.init_process_group(comm=MPI.COMM_NULL)
 
 
 def test_ranks_of_a_part_of_a_world_name_it(rank, size):
@@ -307,8 +294,7 @@ def test_ranks_that_leave_make_no_call_on_the_programs_communicator(two_ranks, r
 def test_the_folder_of_traces_has_a_name_of_its_own(rank, size):
     """It stands in /tmp, and says nothing of the job's secret."""
     (watchdog,) = RUNNING
-    names = [None] * size
-    dist.all_gather_object(names, watchdog.recorder.name)
+    names = of_all_ranks(watchdog.recorder.name)
     assert len({*names}) == 1
     assert len(names[0]) >= 16
     secrets = [*watchdog.channel.keys, *(each.key for each in watchdog.channel.endpoints.values())]

@@ -1,7 +1,5 @@
 """Lists of tensors: their tensors go to MPI where they lie, and what cannot is copied on the rank that has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

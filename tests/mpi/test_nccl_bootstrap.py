@@ -1,7 +1,5 @@
 """Every rank receives the one unique id, made by the real libnccl and sent over MPI and over a TCPStore."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Node-shared tensors: one copy, seen by all ranks of a node and their children, and freed by each for itself."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -17,18 +15,13 @@ import hpcdist as dist
 from hpcdist.core import memory_file
 from tests.mpi.conftest import BACKEND
 from tests.mpi.test_bad_input import freed
-
-
-def gathered(value):
-    out = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
+from tests.ranks import of_all_ranks
 
 
 @pytest.fixture
 def peers(world):
     """The ranks of this rank's node."""
-    places = gathered((os.uname().nodename, memory_file.device_id()))
+    places = of_all_ranks((os.uname().nodename, memory_file.device_id()))
     return [rank for rank, place in enumerate(places) if place == places[dist.get_rank()]]
 
 
@@ -106,7 +99,7 @@ def test_fills(peers, rank, kind):
 def test_bad_arguments(world, arguments, error, text):
     with pytest.raises(error, match=text):
         dist.node_shared(*arguments)
-    assert len(set(gathered("still in step"))) == 1
+    assert len(set(of_all_ranks("still in step"))) == 1
 
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all(peers, rank, size):
@@ -138,7 +131,7 @@ def test_a_full_folder_is_the_same_error_on_all_ranks(peers, rank, monkeypatch):
         monkeypatch.setattr(memory_file, "reserve", full)
     with pytest.raises(dist.DistBackendError, match=r"on rank 0 .* bytes free, and 12 are needed") as caught:
         dist.node_shared((3,))
-    assert len(set(gathered(str(caught.value)))) == 1
+    assert len(set(of_all_ranks(str(caught.value)))) == 1
 
 
 def test_no_name_and_no_memory_stay(world, rank, memory_files):
@@ -180,7 +173,7 @@ def test_one_copy_a_node(peers, rank):
     dist.barrier()
     assert rss >= nbytes
     pss -= earlier
-    together = sum(gathered(pss)[peer] for peer in peers)
+    together = sum(of_all_ranks(pss)[peer] for peer in peers)
     assert 0.99 * nbytes < together < 1.01 * nbytes  # the kernel rounds down by page and rank
 
 

@@ -1,7 +1,5 @@
 """Messages reach the rank they are for, in order, by tag, from anyone, and to oneself."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -20,6 +18,7 @@ from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.backends.mpi.retired import KEPT
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.waiting import wait_until
+from tests.ranks import sum_of_ranks
 
 from .expected import same, values
 
@@ -314,15 +313,9 @@ def test_own_splits_that_differ(world, rank, size):
             else:
                 dist.all_to_all_single(output, given, group=some)
             assert torch.equal(output, torch.arange(1.0, len(ranks) + 1).repeat_interleave(2))
-            assert total(some) == len(ranks)
+            assert sum_of_ranks(group=some) == len(ranks)
             dist.destroy_process_group(some)
     dist.barrier()
-
-
-def total(group):
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def test_bad_peers(rank, size):

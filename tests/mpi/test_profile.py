@@ -1,7 +1,5 @@
 """``profile``: what is recorded, on one clock, and that nothing is left on afterwards."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -7,8 +7,6 @@ because of it would hang or truncate. Some programs are loops, whose calls come 
 numbers of a seed of their own, so that each rank knows what every result must be.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -276,11 +274,8 @@ class Program:
     def do_reduce_scatter_tensor(self):
         """The output lies before the input, in its own block, or across two, on some ranks."""
         given, op, expected, what, count, dtype = self.reducing(self.size)
-        mine, out, part = (
-            self.placed(given[self.rank]),
-            self.blank(count, dtype),
-            expected.split(count)[self.rank :][:1],
-        )
+        mine, out = self.placed(given[self.rank]), self.blank(count, dtype)
+        part = expected.split(count)[self.rank :][:1]
         if count and self.own.random() < 0.4:
             at = self.own.choice([0, count * (self.rank + 1), count // 2])
             mine, out = self.inside(given[self.rank], at, count)
@@ -409,10 +404,8 @@ class Program:
             [numbers(self.call + place, rank, length // dtype.itemsize, dtype) for rank in range(self.size)]
             for place, length in enumerate(lengths)
         ]
-        mine, expected = (
-            [self.placed(each[self.rank]) for each in given],
-            [mathematics(each, name_of(op)) for each in given],
-        )
+        mine = [self.placed(each[self.rank]) for each in given]
+        expected = [mathematics(each, name_of(op)) for each in given]
 
         def in_manager(async_op):
             with dist._coalescing_manager(self.group, async_ops=async_op) as manager:
@@ -436,10 +429,8 @@ class Program:
             [numbers(self.call + place, rank, count, dtype) for place, count in enumerate(counts)]
             for rank in range(self.size)
         ]
-        mine, out = (
-            [self.placed(each) for each in given[self.rank]],
-            [[self.blank(n, dtype) for n in counts] for _ in given],
-        )
+        mine = [self.placed(each) for each in given[self.rank]]
+        out = [[self.blank(n, dtype) for n in counts] for _ in given]
         self.later(
             f"{dtype} {lengths}",
             lambda **how: dist.all_gather_coalesced(out, mine, self.group, **how),
@@ -502,11 +493,8 @@ def test_random_program(kind, seed, rank, size, monkeypatch, request):
     calls, rounds, dtypes = CALLS, 1, tuple(MOVING)
     if kind == "loop":  # of calls that are alike but for sizes, op and root, some of which are prepared
         monkeypatch.setattr(issue, "LOOKS", 3)
-        calls, rounds, dtypes = (
-            2 * CALLS // ROUNDS,
-            ROUNDS,
-            (torch.float32, (torch.bfloat16, torch.int32, torch.complex64)[seed % 3]),
-        )
+        calls, rounds = 2 * CALLS // ROUNDS, ROUNDS
+        dtypes = (torch.float32, (torch.bfloat16, torch.int32, torch.complex64)[seed % 3])
     elif kind == "compared":
         request.addfinalizer(lambda: dist.set_debug_level(dist.DebugLevel.OFF))
         dist.set_debug_level(dist.DebugLevel.DETAIL)

@@ -1,7 +1,5 @@
 """A call that repeats the last one is taken for it, and one that only resembles it is not."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
@@ -117,9 +115,7 @@ def test_sizes_that_do_not_fit(group, rank, size):
         dist.all_gather_single(torch.empty(2 * size, dtype=torch.int32), part, group)
 
 
-def test_messages_again_and_again(group, rank, size):
-    if size < 2:
-        pytest.skip("to itself a rank sends without blocking alone")
+def test_messages_again_and_again(two_ranks, group, rank, size):
     last = size - 1
     tensors = [torch.zeros(5), torch.zeros(5)]
     for turn in range(2 * ENOUGH):
@@ -376,11 +372,7 @@ def forms(rank, size):
             [half],
             [rank * size],
         ),
-        "reduce_scatter, average": (
-            lambda g: dist.reduce_scatter(plain, inputs, ReduceOp.AVG, g),
-            [plain],
-            [rank],
-        ),
+        "reduce_scatter, average": (lambda g: dist.reduce_scatter(plain, inputs, ReduceOp.AVG, g), [plain], [rank]),
         "reduce_scatter, uneven, largest": (
             lambda g: dist.reduce_scatter(combined, growing, ReduceOp.MAX, g),
             [combined],

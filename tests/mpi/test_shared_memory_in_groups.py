@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 import time
@@ -23,28 +22,22 @@ from hpcdist.backends.mpi.process import runtime
 from hpcdist.cli import tune
 from hpcdist.core.errors import CallsDifferError
 from hpcdist.launch import topology
+from tests.mpi.conftest import communicator
 from tests.mpi.test_shared_memory import node_shared
+from tests.programs import resident
 
 SEED = 21
 
 
 @pytest.fixture(scope="module")
 def comm(_default_group):
-    try:
-        return dist.get_mpi_comm()
-    except Exception:
-        pytest.skip("no MPI in this backend")
+    return communicator()
 
 
 @pytest.fixture
 def always(monkeypatch, comm):
     """Groups made from now on use shared memory for every size."""
     monkeypatch.setattr(dist.group.WORLD.cpu.collectives.plans, "thresholds", Thresholds("0"))
-
-
-def resident() -> int:
-    """Bytes of memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_files() -> int:
@@ -265,12 +258,6 @@ def test_waiting_lets_other_threads_run(of_host):
             over.set()
             thread.join()
             assert len(ticks) > 10
-    shared.close()
-
-
-def test_close_is_idempotent(of_host):
-    shared = node_shared(of_host)
-    shared.close()
     shared.close()
 
 

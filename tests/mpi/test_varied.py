@@ -1,7 +1,5 @@
 """Collectives of varied sizes: values, gradients, ranks that differ, and input that does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch.autograd import gradcheck
 import hpcdist as dist
 from hpcdist.core.buffers import as_bytes
 from hpcdist.core.reduction import AVG, MAX, SUM
+from tests.ranks import of_all_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool,
           torch.complex64, torch.float8_e4m3fn]  # fmt: skip
@@ -260,8 +259,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank(rank, size, what):
         with pytest.raises((ValueError, RuntimeError), match="do not fit") as raised:
             call()
         messages.append(str(raised.value))
-    everyone = [None] * size
-    dist.all_gather_object(everyone, messages)
+    everyone = of_all_ranks(messages)
     assert all(each == messages for each in everyone)
     assert shown in messages[0]
     dist.barrier()

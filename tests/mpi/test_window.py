@@ -1,7 +1,5 @@
 """One-sided windows: what is put, got, accumulated and signalled, on one node and between imitated ones."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -20,6 +18,7 @@ import hpcdist as dist
 from hpcdist.backends.mpi.reductions import COMPARES_AS_SIGNED, VENDOR, VERSION
 from hpcdist.core.errors import CallsDifferError
 from tests.mpi.conftest import BACKEND
+from tests.ranks import of_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("error:a Window is closed")
 HAS_MPI = BACKEND in (None, "mpi") or "cpu:mpi" in BACKEND
@@ -55,8 +54,7 @@ def opened(request, size):
     """Makes windows in each of the ways that there are."""
     if request.param == "two nodes":
         request.getfixturevalue("two_nodes")
-    nodes = [None] * size
-    dist.all_gather_object(nodes, os.environ.get("HPCDIST_NODE_KEY", os.uname().nodename))
+    nodes = of_all_ranks(os.environ.get("HPCDIST_NODE_KEY", os.uname().nodename))
 
     def make(numel, dtype=torch.float32, group=None):
         given = torch.zeros(numel, dtype=dtype) if request.param == "own tensors" else numel
@@ -187,8 +185,7 @@ def test_a_queue_without_a_server(opened, rank, size, dtype):
         mine = []
         while (task := window.fetch_and_add(0)) < 100:
             mine.append(task)
-        everyone = [None] * size
-        dist.all_gather_object(everyone, mine)
+        everyone = of_all_ranks(mine)
         assert sorted(task for tasks in everyone for task in tasks) == list(range(100))  # each taken once
         assert window.fetch_and_add(rank, 0, 0) == (100 + size if rank == 0 else 0)
         dist.barrier()
@@ -426,8 +423,7 @@ def test_bad_memory_is_an_error_on_all_ranks(rank, size):
             dist.Window(torch.zeros(1) if last else 1)
         with pytest.raises(ValueError, match=r"rank 0 opens elements of torch.int32, rank"):
             dist.Window(1, torch.int64 if last else torch.int32)
-    everyone = [None] * size
-    dist.all_gather_object(everyone, rank)
+    everyone = of_all_ranks(rank)
     assert everyone == list(range(size))
 
 

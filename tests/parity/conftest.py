@@ -1,19 +1,11 @@
 """torch.distributed on gloo beside hpcdist on the same ranks."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
 import torch.distributed as td
 
 import hpcdist as dist
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "tests/parity" in str(item.path):
-            item.add_marker(pytest.mark.mpi)
 
 
 @pytest.fixture(scope="package", autouse=True)

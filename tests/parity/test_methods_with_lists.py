@@ -1,7 +1,5 @@
 """c10d's methods of a group, given lists of several tensors, or lists that do not fit: ours beside gloo's."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

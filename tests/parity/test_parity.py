@@ -1,7 +1,5 @@
 """The same calls give the same results, and the same kinds of errors, as torch.distributed on gloo."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 

@@ -1,7 +1,5 @@
 """mpi4py's object reductions, which hold the GIL while they duplicate the communicator, are not used on threads."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables in docs/reference/support.md agree with the code."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The public surface: names, signatures, docstrings, types, documented variables."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import re

@@ -1,7 +1,5 @@
 """One cluster for all tests in this folder, and the Pythons whose MPI the jobs run on."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import hpcdist_stores as stores
 from hpcdist_stores.tcp.server.loop import STALL_S, Peer, Server
+from tests.programs import resident
 
 MiB = 1024 * 1024
 HELLO = b"\0" + struct.pack("<I", 0x3C85F7CE)
@@ -22,11 +23,6 @@ EXTRA_MAX = 32 * MiB
 
 def string(text):
     return struct.pack("<Q", len(text)) + text
-
-
-def resident(pid):
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 class Siege:
@@ -99,12 +95,12 @@ def many_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("request_type", [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 14, 15, 16, 18])
-def test_lengths_without_end(request_type):
+def test_lengths_without_end():
     with Siege() as siege:
-        for power in (27, 32, 60, 63):
-            sock = siege.attack(HELLO + bytes((request_type,)) + struct.pack("<Q", 1 << power))
-            assert siege.is_closed(sock)
+        for request_type in (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 14, 15, 16, 18):
+            for power in (27, 32, 60, 63):
+                sock = siege.attack(HELLO + bytes((request_type,)) + struct.pack("<Q", 1 << power))
+                assert siege.is_closed(sock), (request_type, power)
         sock = siege.attack(HELLO + b"\1" + string(b"k") + struct.pack("<Q", 1 << 60))
         assert siege.is_closed(sock)
 

@@ -1,7 +1,5 @@
 """Random bytes to the store's port and into its file: nobody else notices, nothing ends, no memory grows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

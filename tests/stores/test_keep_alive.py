@@ -1,7 +1,6 @@
 """Python stores live as long as torch's C++ holds them, and no longer."""
 
 import gc
-import resource
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import hpcdist_stores as stores
 from hpcdist_stores import keep_alive
+from tests.programs import resident
 
 
 def gloo_group(store):
@@ -83,34 +83,6 @@ def test_a_prefix_store_that_cpp_holds_keeps_its_class():
     assert isinstance(outer.underlying_store, stores.PrefixStore)
     outer.underlying_store.queue_push("queue", "1")  # which torch's own, over a Python store, cannot do
     assert outer.underlying_store.queue_pop("queue") == b"1"
-
-
-def test_a_work_of_c10d_is_kept_too():
-    from torch._C._distributed_c10d import Work
-
-    class OurWork(keep_alive.KeptAlive, Work):
-        def wait(self, timeout=None):
-            waited.append(self)
-            return True
-
-    waited = []
-    work, tensor = OurWork(), torch.ones(1)
-    assert not keep_alive.is_held_by_cpp(work)
-    torch._C._distributed_c10d._register_work(tensor, work)
-    assert keep_alive.is_held_by_cpp(work)
-    alive = weakref.ref(work)
-    del work
-    gc.collect()
-    torch.ops._c10d_functional.wait_tensor(tensor)
-    assert len(waited) == 1, "Python's wait was called"
-    waited.clear()
-    gc.collect()
-    assert alive() is None
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def wrap(count):

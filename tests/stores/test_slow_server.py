@@ -86,7 +86,7 @@ def stop(pid):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.5])
+@pytest.mark.parametrize("seconds", [0.3, 1.1])
 def test_a_stopped_server_costs_the_timeout_and_no_more(server, seconds):
     port, pid = server
     store = stores.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))

@@ -1,7 +1,5 @@
 """One default group for all tests in this folder that run under mpirun: hpcdist's, which is torch.distributed's too."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 
@@ -16,9 +14,12 @@ ALONE = {"test_launch.py", "test_doors.py", "test_mixes.py", "test_libraries.py"
 
 
 def pytest_collection_modifyitems(items):
+    is_in_a_job = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     for item in items:
         if HERE in item.path.parents and item.path.name not in ALONE:
             item.add_marker(pytest.mark.mpi)
+        elif HERE in item.path.parents and is_in_a_job:
+            item.add_marker(pytest.mark.skip(reason="starts mpirun itself"))
 
 
 @pytest.fixture(scope="package")

@@ -1,7 +1,5 @@
 """DistributedDataParallel: the gradients of all ranks' batches are those of one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time
@@ -15,6 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpcdist as dist
+from tests.ranks import of_all_ranks
 
 BATCH = 4
 
@@ -223,9 +222,7 @@ def test_join_of_ddp_and_a_sharded_optimizer(rank, size):
             parallel(batches(size)[rank]).square().mean().backward()
             optimizer.step()
     flat = torch.cat([each.detach().reshape(-1) for each in parallel.parameters()])
-    first = flat.clone()
-    dist.broadcast(first, src=0)
-    torch.testing.assert_close(flat, first, rtol=0, atol=0)
+    assert len({*of_all_ranks(flat.numpy().tobytes())}) == 1
 
 
 def test_a_hook_that_calls_from_its_callback(rank, size):

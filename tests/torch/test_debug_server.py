@@ -1,7 +1,5 @@
 """torch's debug server starts without torchrun's variables."""
 
-from __future__ import annotations
-
 import os
 import time
 import urllib.request

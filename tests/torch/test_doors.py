@@ -1,8 +1,5 @@
 """Three doors take the same decisions, whoever set which variable: ``import hpcdist``, torch's "hpcdist", ``run``."""
 
-from __future__ import annotations
-
-import os
 import re
 import sys
 import textwrap
@@ -12,12 +9,7 @@ import pytest
 from tests import forked, programs
 from tests.ports import free_port
 
-pytestmark = [
-    pytest.mark.skipif(
-        any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-    ),
-    pytest.mark.timeout(400),  # up to three programs a test
-]
+pytestmark = pytest.mark.timeout(400)  # up to three programs a test
 
 RUN = ["-m", "hpcdist", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

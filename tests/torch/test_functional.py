@@ -1,7 +1,5 @@
 """Collectives in graphs of torch.compile, and those with gradients; each operator is in ``test_operators``."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

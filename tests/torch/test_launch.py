@@ -1,7 +1,5 @@
 """Unmodified scripts, other worlds and torch's own init_process_group with hpcdist, each in its own processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -9,32 +7,37 @@ import textwrap
 
 import pytest
 
-from tests import programs
+from tests import forked, programs
 from tests.ports import free_port
 from tests.programs import ROOT
 
-pytestmark = pytest.mark.skipif(
-    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-)
-
-
 RUN = ["-c", "import sys; from hpcdist.cli.run import run; sys.exit(run(sys.argv[1:]))"]  # python -m hpcdist run
 
-LAUNCHERS = {
-    "mpirun": programs.mpirun_command(2, []),
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
-    "alone": [sys.executable],
-}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def run(tmp_path, launcher, script, *arguments, **given):
-    """Start a script and return what it prints, sorted by line."""
+def run(tmp_path, launcher, script, *arguments, before=(), is_forked=False, **given):
+    """Start a script and return what it prints, sorted by line; forked if the start of Python plays no part."""
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
-    command = [*LAUNCHERS[launcher], *given.pop("before", []), str(path), *arguments]
+    python = forked.python() if is_forked else [sys.executable]
+    starts = {"mpirun": programs.mpirun_command(2, [], python=python), "torchrun": TORCHRUN, "alone": python}
+    command = [*starts[launcher], *before, str(path), *arguments]
     done = programs.run(command, timeout=90, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line for line in done.stdout.splitlines() if line)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """What ``pip install`` says of the package in an environment: its entry points, as pyproject.toml has them."""
+    pattern = r'^\[project\.entry-points\."(.+)"\]\n((?:\w+ = ".+"\n)+)'
+    groups = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    folder = tmp_path / "site" / "hpcdist-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hpcdist\nVersion: 0.1.0\n")
+    (folder / "entry_points.txt").write_text("".join(f"[{name}]\n{lines}".replace('"', "") for name, lines in groups))
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder.parent)])}
 
 
 TRAIN = """
@@ -66,22 +69,30 @@ TRAIN = """
     assert not dist.is_initialized()
 """
 OURS = "hpcdist.core.process_group"
-WITH_IMPORT = "\nimport hpcdist.torch_bridge\n" + textwrap.dedent(TRAIN)
+BOTH = "cpu:hpcdist,cuda:nccl"
+IMPORT = "\nimport hpcdist.torch_bridge\n"
 
 
-def test_under_mpirun_without_an_address(tmp_path):
-    lines = run(tmp_path, "mpirun", WITH_IMPORT, "hpcdist")
-    assert lines == [f"0 2 hpcdist 3 {OURS}", f"1 2 hpcdist 3 {OURS}"]
-
-
-def test_under_torchrun(tmp_path):
-    lines = run(tmp_path, "torchrun", WITH_IMPORT, "hpcdist")
-    assert lines == [f"0 2 hpcdist 3 {OURS}", f"1 2 hpcdist 3 {OURS}"]
-
-
-def test_with_a_backend_for_each_device(tmp_path):
-    lines = run(tmp_path, "mpirun", WITH_IMPORT, "cpu:hpcdist,cuda:nccl")
-    assert lines == [f"{rank} 2 cpu:hpcdist,cuda:nccl 3 {OURS}" for rank in range(2)]
+@pytest.mark.parametrize(
+    ("door", "launcher", "backend"),
+    [
+        ("import", "mpirun", "hpcdist"),
+        ("import", "torchrun", "hpcdist"),
+        ("import", "mpirun", BOTH),
+        ("run", "mpirun", "mpi"),
+        ("run", "mpirun", "gloo"),
+        ("run", "alone", "mpi"),
+        ("installation", "mpirun", "hpcdist"),
+        ("installation", "torchrun", BOTH),
+    ],
+)
+def test_a_script_of_torchs(tmp_path, installed, door, launcher, backend):
+    """It imports hpcdist, or is started by ``hpcdist run``, or finds it installed; no address is given."""
+    script = IMPORT * (door == "import") + textwrap.dedent(TRAIN)
+    before, given = RUN * (door == "run"), installed if door == "installation" else {}
+    lines = run(tmp_path, launcher, script, backend, before=before, **given)
+    size = 1 if launcher == "alone" else 2
+    assert lines == [f"{rank} {size} {backend} {size * (size + 1) // 2} {OURS}" for rank in range(size)]
 
 
 def test_gloo_stays_gloo_without_run(tmp_path):
@@ -106,19 +117,13 @@ def test_nan_is_found_in_calls_of_an_unmodified_script(tmp_path, monkeypatch):
         except RuntimeError as error:
             os.write(1, f"{str(error)[:36]}\\n".encode())
     """
-    assert run(tmp_path, "alone", script, before=RUN) == ["NaN in what rank 0 was about to send"]
+    assert run(tmp_path, "alone", script, before=RUN, is_forked=True) == ["NaN in what rank 0 was about to send"]
 
 
 def test_a_folder_with_a_main_program_is_a_script(tmp_path):
     (tmp_path / "__main__.py").write_text("import sys; print(sys.argv[1:], sys.path[0])")
     done = programs.run([sys.executable, *RUN, str(tmp_path), "--epochs"], timeout=90)
     assert (done.returncode, done.stdout) == (0, f"['--epochs'] {tmp_path}\n"), done.stderr
-
-
-@pytest.mark.parametrize("backend", ["mpi", "gloo"], ids=["asks for mpi", "asks for gloo"])
-def test_an_unmodified_script(tmp_path, backend):
-    lines = run(tmp_path, "mpirun", TRAIN, backend, before=RUN)
-    assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "alone"])
@@ -134,11 +139,6 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path, launcher):
     """
     lines = run(tmp_path, launcher, script, before=RUN)
     assert lines == [f"{rank} {OURS} __main__" for rank in range(2 if launcher == "mpirun" else 1)]
-
-
-def test_an_unmodified_script_alone(tmp_path):
-    lines = run(tmp_path, "alone", TRAIN, "mpi", before=RUN)
-    assert lines == [f"0 1 mpi 1 {OURS}"]
 
 
 def test_run_without_a_script(tmp_path):
@@ -168,26 +168,26 @@ def test_an_initialised_torch_is_left_alone(tmp_path):
         assert torch_dist.is_initialized() and torch_dist.group.WORLD is theirs
         os.write(1, f"{int(tensor)}\\n".encode())
     """
-    assert run(tmp_path, "mpirun", script) == ["2", "2"]
+    assert run(tmp_path, "mpirun", script, is_forked=True) == ["2", "2"]
 
 
-@pytest.mark.parametrize("how", ["keyword", "variable"])
-def test_opting_out(tmp_path, how):
+def test_opting_out_by_a_keyword_or_a_variable(tmp_path):
     script = """
-        import os, sys
+        import os
         import torch, torch.distributed as torch_dist, hpcdist as dist
-        dist.init_process_group(**({"bridge": False} if sys.argv[1] == "keyword" else {}))
-        assert not torch_dist.is_initialized()
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        torch_dist.init_process_group("hpcdist")  # and in again: the same world
-        assert torch_dist.group.WORLD is dist.group.WORLD
-        torch_dist.destroy_process_group()
-        assert not dist.is_initialized()
-        os.write(1, f"{int(tensor)}\\n".encode())
+        for variable, keywords in (("", {"bridge": False}), ("0", {})):
+            os.environ["HPCDIST_BRIDGE"] = variable
+            dist.init_process_group(**keywords)
+            assert not torch_dist.is_initialized(), keywords
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+            torch_dist.init_process_group("hpcdist")  # and in again: the same world
+            assert torch_dist.group.WORLD is dist.group.WORLD
+            torch_dist.destroy_process_group()
+            assert not dist.is_initialized()
+            os.write(1, f"{int(tensor)}\\n".encode())
     """
-    given = {"HPCDIST_BRIDGE": "0"} if how == "variable" else {}
-    assert run(tmp_path, "mpirun", script, how, **given) == ["2", "2"]
+    assert run(tmp_path, "mpirun", script, is_forked=True) == ["2"] * 4
 
 
 def test_hundreds_of_worlds_leak_nothing(tmp_path):
@@ -227,7 +227,7 @@ def test_hundreds_of_worlds_leak_nothing(tmp_path):
         assert grown[0] < 1400 and grown[1] < 9 and grown[2] < 9 and grown[3] < 20_000, (before, after)
         os.write(1, b"none\\n")
     """
-    assert run(tmp_path, "mpirun", script) == ["none", "none"]
+    assert run(tmp_path, "mpirun", script, is_forked=True) == ["none", "none"]
 
 
 def test_a_world_that_torch_aborts_is_forgotten(tmp_path):
@@ -247,26 +247,7 @@ def test_a_world_that_torch_aborts_is_forgotten(tmp_path):
             except ValueError as error:
                 print(str(error)[:45])
     """
-    assert run(tmp_path, "alone", script) == ["Default process group has not been initialize"] * 2
-
-
-@pytest.fixture
-def installed(tmp_path):
-    """What ``pip install`` says of the package in an environment: its entry points, as pyproject.toml has them."""
-    pattern = r'^\[project\.entry-points\."(.+)"\]\n((?:\w+ = ".+"\n)+)'
-    groups = re.findall(pattern, (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    folder = tmp_path / "site" / "hpcdist-0.1.0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hpcdist\nVersion: 0.1.0\n")
-    (folder / "entry_points.txt").write_text("".join(f"[{name}]\n{lines}".replace('"', "") for name, lines in groups))
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder.parent)])}
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-@pytest.mark.parametrize("backend", ["hpcdist", "cpu:hpcdist,cuda:nccl"])
-def test_nothing_but_the_installation(tmp_path, installed, launcher, backend):
-    lines = run(tmp_path, launcher, TRAIN, backend, **installed)
-    assert lines == [f"{rank} 2 {backend} 3 {OURS}" for rank in range(2)]
+    assert run(tmp_path, "alone", script, is_forked=True) == ["Default process group has not been initialize"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,13 @@
 """Scripts of Lightning and Accelerate as their users write them, on two ranks of MPI: `make versions` installs both."""
 
-from __future__ import annotations
-
 import importlib.util
-import os
 import textwrap
 
 import pytest
 
 from tests import programs
 
-pytestmark = [
-    pytest.mark.skipif(
-        any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-    ),
-    pytest.mark.timeout(400),  # Lightning is imported for seconds
-]
+pytestmark = pytest.mark.timeout(400)  # Lightning is imported for seconds
 
 TRAINER = """
     from lightning.pytorch import LightningModule, Trainer

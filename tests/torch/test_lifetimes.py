@@ -1,11 +1,8 @@
 """What Python hands to torch's C++ lives until C++ lets go of it, and no longer."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import gc
-import os
 import queue
 import time
 import weakref
@@ -20,14 +17,10 @@ import hpcdist as dist
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge import mirror
 from hpcdist_stores import keep_alive
+from tests.programs import resident
 
 CALLS = 100_000  # of two ranks; a fifth of more ranks than cores, and of calls through C++
 GROWTH = 4 << 20  # bytes that so many calls may leave behind; measured: less than 0.3 MiB. A kept Work has 600 bytes
-
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """What torch's libraries call on a group: c10d's methods on lists and options."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from datetime import timedelta
@@ -15,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import hpcdist as dist
 from hpcdist.backends.mpi.retired import KEPT
 from hpcdist.core.journal import RING
+from tests.ranks import of_all_ranks, sum_of_ranks
 
 
 @pytest.fixture(params=["mine", "theirs"])
@@ -79,9 +78,7 @@ def test_sequence_numbers(rank, size, make):
     group = make(list(range(size)))
 
     def numbers():
-        everywhere = [None] * size
-        dist.all_gather_object(everywhere, group._get_sequence_number_for_group())
-        return everywhere
+        return of_all_ranks(group._get_sequence_number_for_group())
 
     group._set_sequence_number_for_group()
     first = numbers()
@@ -198,16 +195,14 @@ def test_torchs_functions_take_our_groups(rank, size):
 
 def test_our_functions_take_torchs_groups(rank, size):
     group = torch_dist.new_group(list(range(size)))
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=group)
-    assert tensor.item() == size
+    assert sum_of_ranks(group=group) == size
     for asked in (None, "mpi"):
         local = torch_dist.new_group([rank], backend=asked, use_local_synchronization=True)
         assert dist.get_world_size(local) == 1
         assert torch_dist.get_backend(local) == (asked or torch_dist.get_backend())
     torch_dist.destroy_process_group(group)
     with pytest.raises(ValueError, match="not a live group"):
-        dist.all_reduce(tensor, group=group)
+        sum_of_ranks(group=group)
 
 
 def test_local_groups_of_members_in_different_numbers_of_groups(rank, size):
@@ -372,14 +367,3 @@ def test_pending_calls_can_be_waited_for(world, size):
     world._wait_for_pending_works()
     assert all(work.is_completed() for work in works)
     assert [each.tolist() for each in tensors] == [[size] * 4] * 10
-
-
-def test_several_tensors_are_combined_after_what_is_queued_before(world, size):
-    blocking = torch_dist.AllreduceOptions()
-    blocking.asyncOp = False
-    for _ in range(20):
-        one, other = torch.ones(4), torch.ones(4)
-        begun = world.allreduce([one], torch_dist.AllreduceOptions())  # nobody waits for it, so that it stays queued
-        world.allreduce([one, other], blocking)
-        assert one.tolist() == other.tolist() == [float(size * (size + 1))] * 4
-        begun.wait()

@@ -1,8 +1,5 @@
 """mpirun of one MPI, library of another: all ranks are in one world, or each gets an error; never two worlds."""
 
-from __future__ import annotations
-
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,10 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-
-pytestmark = pytest.mark.skipif(
-    any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")), reason="starts mpirun itself"
-)
 
 LIBRARIES = Path("/usr/lib/x86_64-linux-gnu")
 DEBIANS = {"openmpi": LIBRARIES / "libmpi.so.40", "mpich": LIBRARIES / "libmpich.so.12"}

@@ -1,7 +1,5 @@
 """The names of PyTorch 1.6 for one tensor a device; two tensors of the CPU stand for two devices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

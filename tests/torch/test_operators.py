@@ -1,7 +1,5 @@
 """Every operator of c10d that this torch has, on a group of ours beside one of gloo: what graphs and C++ call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as torch_dist

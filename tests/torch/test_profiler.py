@@ -1,7 +1,5 @@
 """torch.profiler sees collectives: name, shape of the input, and when they end."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2, DTensor, tensor parallel and checkpoints: sharded over the ranks, equal to one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -238,9 +236,3 @@ def test_the_device_types_of_a_group(world):
         assert distributed_c10d._get_object_coll_device(each) == "cpu"
         assert each.get_backend(torch.device("cpu")).name() == each.backends["cpu"].name
     dist.destroy_process_group(group)
-
-
-def test_a_mesh_of_torch_on_our_groups(size):
-    mesh = init_device_mesh("cpu", (size,))
-    assert isinstance(mesh.get_group(), dist.ProcessGroup)
-    assert mesh == dist.init_device_mesh("cpu", (size,))

@@ -1,7 +1,5 @@
 """The comparison of calls, on threads in place of ranks and a library that notices when calls differ or never end."""
 
-from __future__ import annotations
-
 import mmap
 import random
 import sys

@@ -1,7 +1,5 @@
 """The calls that ranks of several nodes compare: sums, words, and who speaks to whom."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

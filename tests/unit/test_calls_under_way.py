@@ -1,7 +1,5 @@
 """Looks at the stacks of other threads, which go on meanwhile."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

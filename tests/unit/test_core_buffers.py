@@ -1,7 +1,5 @@
 """Buffers: what stands for a caller's tensor, and what is copied back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Plans, buckets and messages to oneself: rules without processes."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
@@ -162,16 +160,3 @@ def test_messages_to_oneself_that_never_come_or_do_not_fit():
     messages.send(torch.zeros(3), 0)
     with pytest.raises(DistBackendError, match="does not fit"):
         messages.receive(torch.zeros(2), 0, None).wait()
-
-
-def test_a_groups_calls_are_counted_and_those_that_are_refused_are_not(group):
-    group.allreduce([torch.ones(2)]).wait()
-    assert group.journal.sequence == 1
-    with pytest.raises((ValueError, RuntimeError)):
-        group.allreduce([])
-    with pytest.raises(RuntimeError, match="BAND"):
-        group.allreduce([torch.ones(2)], op=ReduceOp.BAND)
-    assert group.journal.sequence == 1
-    group.close()
-    with pytest.raises(ValueError, match="initialized"):  # no live group at all in this process
-        group.allreduce([torch.ones(2)])

@@ -1,7 +1,5 @@
 """Queue of asynchronous calls: order, waits, errors, and its end."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

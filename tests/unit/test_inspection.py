@@ -1,7 +1,5 @@
 """What a rank tells who inspects it, and that its calls are timed no longer than somebody asks."""
 
-from __future__ import annotations
-
 import math
 import sys
 

@@ -3,8 +3,6 @@
 That they then do not wait for each other, ``tests/mpi/test_async.py`` and ``tests/parity`` show under Intel MPI itself.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from types import SimpleNamespace

@@ -249,4 +249,6 @@ def test_a_call_that_the_library_refuses_is_refused_at_once_and_not_counted(
     values = torch.ones(4)[::step]
     with pytest.raises((ValueError, RuntimeError, TypeError), match=r"BAND|float"):
         issue(ALL_REDUCE, group, values, values, torch.distributed.ReduceOp.BAND, None, is_async)
+    with pytest.raises(RuntimeError, match="non-empty"):
+        group.allreduce([])
     assert group.journal.sequence == 0

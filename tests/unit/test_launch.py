@@ -1,7 +1,5 @@
 """Every launcher is recognised, and each way to find the others without MPI works or fails clearly."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 
@@ -10,6 +8,7 @@ import torch.distributed as td
 
 import hpcdist
 from hpcdist.cli.run import variables
+from hpcdist.core import hooks
 from hpcdist.launch import decision, environment, rendezvous, slurm_secret, slurm_step
 from tests.ports import free_port
 
@@ -202,6 +201,24 @@ def test_the_number_of_a_node(rank, local_rank, expected):
     assert environment.node_index(4, launch, {}) == expected
     assert environment.node_index(4, launch, {"PALS_NODEID": "7"}) == 7
     assert environment.node_index(3, launch, {}) is None
+
+
+@pytest.mark.parametrize(("given", "is_on"), [("0", False), ("1", True)])
+def test_a_switch_is_0_or_1(given, is_on, monkeypatch):
+    monkeypatch.setenv(environment.REPRODUCIBLE, given)
+    assert environment.is_on(environment.REPRODUCIBLE) is is_on
+    monkeypatch.setenv(environment.REPRODUCIBLE, "exact")
+    with pytest.raises(ValueError, match=r"HPCDIST_REPRODUCIBLE='exact': expected 0 or 1"):
+        environment.is_on(environment.REPRODUCIBLE)
+
+
+def test_what_the_program_has_chosen_goes_before_the_environment(monkeypatch):
+    """A world of one process, for which nothing is compared."""
+    monkeypatch.setattr(hooks, "reproducible", True)
+    monkeypatch.setenv(environment.REPRODUCIBLE, "0")
+    hpcdist.init_process_group("loopback", bridge=False)
+    hpcdist.destroy_process_group()
+    assert hooks.reproducible
 
 
 def test_node_local_rank():

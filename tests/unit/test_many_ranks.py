@@ -249,13 +249,7 @@ def test_who_counts_the_ranks_otherwise_relays_nothing(monkeypatch: pytest.Monke
 def test_the_table_of_all_ranks_keeps_a_few_bytes_for_each() -> None:
     ranks, own = 4096, Channel(0).own
     endpoints = {
-        rank: own._replace(
-            port=rank,
-            key=f"{rank:064x}",
-            pid=rank,
-            birth=str(rank or ""),
-            host=f"n{rank // NODE}",
-        )
+        rank: own._replace(port=rank, key=f"{rank:064x}", pid=rank, birth=str(rank or ""), host=f"n{rank // NODE}")
         for rank in range(ranks)
     }
     tracemalloc.start()

@@ -1,7 +1,5 @@
 """The progress thread: whose messages it drives, and what a forked child has of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Backend names and backend strings mean what they mean in c10d."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Names in /proc that are not text: of files, of others' sockets and processes, in folders with spaces."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

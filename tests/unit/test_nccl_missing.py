@@ -19,7 +19,9 @@ from hpcdist.core.errors import DistBackendError
 from tests.forked import python
 from tests.programs import run
 
-HAS_NCCL = find_spec("nccl") is not None
+needs_nccl = pytest.mark.skipif(
+    find_spec("nccl") is None, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')"
+)
 LIMIT = torch.distributed.default_pg_timeout
 
 
@@ -60,21 +62,21 @@ def test_the_pip_command_is_for_the_cuda_of_this_torch(monkeypatch: Any, cuda: s
     assert library.install_command() == f"pip install 'hpcdist[{extra}]'"
 
 
-@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@needs_nccl
 def test_the_real_library_loads_without_a_gpu() -> None:
     loaded = library.load()
     assert loaded.version >= (2, 27)
     assert len(bytes(loaded.core.get_unique_id())) == 128
 
 
-@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@needs_nccl
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_gpus_is_an_error_before_anything_is_sent() -> None:
     with pytest.raises(DistBackendError, match=r"built without CUDA|no NVIDIA driver|sees no GPU"):
         registry.connect("nccl", Bootstrap(0, 1, LIMIT))
 
 
-@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@needs_nccl
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_real_library_without_a_gpu_is_a_backend_error() -> None:
     loaded = library.load()
@@ -82,7 +84,7 @@ def test_the_real_library_without_a_gpu_is_a_backend_error() -> None:
         loaded.core.Communicator.init(1, 0, loaded.core.get_unique_id())
 
 
-@pytest.mark.skipif(not HAS_NCCL, reason="nccl4py is not installed (pip install 'hpcdist[nccl-cu12]')")
+@needs_nccl
 def test_communicators_that_do_not_block_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(DistBackendError, match=r"NCCL_COMM_BLOCKING=0.*Unset it"):

@@ -1,7 +1,5 @@
 """Proof of death: a process that has ended is told from one that lives, is stopped, or is not reached."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """The report of a call that has not ended, in the words that programs look for."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """The secret of slurm://: the user's own, made once by whichever rank is first, refused if others can have it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

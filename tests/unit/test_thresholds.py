@@ -1,7 +1,5 @@
 """Thresholds of node-shared memory: the setting, the table, and the file that takes its place."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Timeline of recorded calls: one clock, who waited for whom, the trace, the table."""
 
-from __future__ import annotations
-
 import pytest
 
 import hpcdist as dist

@@ -1,7 +1,5 @@
 """Pytest plugin: tensors that a test makes without a device are CUDA's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two ranks on one GPU over NCCL: whether a communicator and its sum are right."""
 
-from __future__ import annotations
-
 import torch
 
 import hpcdist as dist

@@ -1,7 +1,5 @@
 """Versions of what this environment has, and whether NCCL and a GPU can be used."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import sys
 
