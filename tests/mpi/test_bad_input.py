@@ -30,6 +30,10 @@ def sparse():
     return torch.eye(2).to_sparse()
 
 
+def rows():
+    return torch.eye(2).to_sparse_csr()
+
+
 def meta():
     return torch.ones(2, device="meta")
 
@@ -116,6 +120,19 @@ CASES = {
         lambda n: dist.all_reduce_coalesced([torch.eye(2).to_sparse_csr()] * 2),
         "dense",
     ),
+    "compressed rows to all": (TypeError, lambda n: dist.all_gather([one()] * n, rows()), "dense"),
+    "compressed rows to gather": (TypeError, lambda n: dist.gather(rows(), scattered(n)), "dense"),
+    "compressed rows to scatter into": (TypeError, lambda n: dist.scatter(rows(), scattered(n)), "dense"),
+    "compressed rows in a message": (TypeError, lambda n: dist.isend(rows(), 0), "dense"),
+    "compressed rows in a batch": (
+        TypeError,
+        lambda n: dist.batch_isend_irecv([dist.P2POp(dist.isend, rows(), 0)]),
+        "dense",
+    ),
+    "compressed rows, as c10d": (NotImplementedError, lambda n: dist.broadcast(rows(), 0), "dense"),
+    "sparse message, as c10d": (NotImplementedError, lambda n: dist.isend(sparse(), 0), "dense"),
+    "of oneDNN to all": (TypeError, lambda n: dist.all_gather([one()] * n, torch.eye(2).to_mkldnn()), "dense"),
+    "tensor for a group": (ValueError, lambda n: dist.all_reduce(one(), group=torch.ones(2)), "Invalid process group"),
     "parts of a product": (
         ValueError,
         lambda n: dist.reduce_scatter_single(torch.ones(2), torch.ones(n) * 1j, dist.ReduceOp.PRODUCT),
