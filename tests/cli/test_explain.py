@@ -63,6 +63,16 @@ def test_of_two_patterns_the_one_that_says_more_wins():
     assert explain.best(add_hint(said, "lost-rank"), entries).name == "lost-rank"
 
 
+@pytest.mark.timeout(30)
+def test_a_whole_log_is_searched_in_no_time(capsys):
+    """Each part of a pattern fits at many places: expressions tried all of their combinations."""
+    log = "tensors by hand: on the rank of a group, which has a call; expected " * 2000
+    assert main.main(["explain", log]) == 1
+    found = "the ranks of a group of 2 do not make the same call. rank 0: barrier"
+    assert main.main(["explain", f"{log}\n{found} {log}"]) == 0
+    assert capsys.readouterr().out.startswith("calls-differ")
+
+
 def test_without_arguments_it_lists_all(capsys):
     assert explain.run([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(explain.entries()) > 40

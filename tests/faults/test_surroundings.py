@@ -86,7 +86,7 @@ def test_traces_on_a_file_system_that_never_answers_do_not_keep_the_job(launcher
         assert job.finish(TIMEOUT + 15) != 0
         assert "rank 1 has not entered all_reduce" in job.stderr()
         assert "its process is stopped" in job.stderr()
-        assert "traces: nowhere yet (it takes more than 2 s)" in job.stderr()
+        assert "traces: nowhere yet (it takes more than 2 s)\n" in job.stderr()
 
 
 @needs(["sh", "-c", "mount -t tmpfs none /proc"])

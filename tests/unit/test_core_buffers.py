@@ -13,6 +13,8 @@ NOT_PLAIN = {
     "lazily conjugated": lambda: torch.zeros(2, dtype=torch.complex64).conj(),
     "lazily negated": lambda: torch.zeros(2, dtype=torch.complex64).conj().imag,
     "sparse": lambda: torch.eye(2).to_sparse(),
+    "sparse, in rows": lambda: torch.eye(2).to_sparse_csr(),
+    "of oneDNN": lambda: torch.eye(2).to_mkldnn(),
     "a subclass": lambda: torch.zeros(2).as_subclass(type("Sub", (torch.Tensor,), {})),
 }
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcdist.core.errors import MismatchError
+from hpcdist.core.errors import LayoutError, MismatchError
 from hpcdist.core.printing import format_value
 from hpcdist.core.reduction import canonical, is_done_by_parts, name_of
 from hpcdist.core.table import Row
@@ -50,7 +50,8 @@ def is_plain(tensor: Any) -> bool:
     """Tell whether a tensor's own memory can be handed to a library as it is."""
     return (
         tensor.__class__ in PLAIN_TYPES
-        and tensor.is_contiguous()  # False for sparse tensors too
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_neg()
         and not tensor.is_nested
@@ -370,7 +371,7 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
         if tensor.is_nested:
             raise nested(call)
         if tensor.layout is not torch.strided:
-            raise TypeError(
+            raise LayoutError(
                 f"{call} takes dense tensors, not {tensor.layout}; of the collectives only all_reduce (and "
                 "all_reduce_coalesced) takes sparse COO ones"
             )
@@ -378,13 +379,13 @@ def check_dense(call: str, *tensors: torch.Tensor) -> None:
             raise quantized_error(call, tensor)
 
 
-def nested(call: str) -> TypeError:
-    return TypeError(f"{call} does not carry nested tensors, which have no shape; send the tensors of unbind() of it")
+def nested(call: str) -> LayoutError:
+    return LayoutError(f"{call} does not carry nested tensors, which have no shape; send the tensors of unbind() of it")
 
 
-def quantized_error(call: str, tensor: torch.Tensor) -> NotImplementedError:
+def quantized_error(call: str, tensor: torch.Tensor) -> LayoutError:
     """Return c10d's error for a quantized tensor, whose values do not follow from its memory alone."""
-    return NotImplementedError(
+    return LayoutError(
         f"Invalid scalar type: {call} does not carry quantized tensors ({tensor.dtype}), because scale and zero point "
         "would not travel with the elements; give int_repr() or dequantize() of it, or send it as an object"
     )

@@ -23,6 +23,13 @@ class MismatchError(ValueError, RuntimeError):
     """
 
 
+class LayoutError(TypeError, NotImplementedError):
+    """A tensor that has no dense memory, or whose values do not follow from it: sparse, nested or quantized.
+
+    c10d finds no kernel for it (NotImplementedError), or no tensor that it takes (TypeError), depending on the call.
+    """
+
+
 class CallsDifferError(MismatchError, DistError):
     """Ranks of a group made different calls, or the same one with other sizes, dtypes, ops or roots."""
 

@@ -25,7 +25,7 @@ from hpcdist.core.buffers import (
     quantized_error,
 )
 from hpcdist.core.call_cache import LOOKS
-from hpcdist.core.errors import MismatchError
+from hpcdist.core.errors import LayoutError, MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.queue import in_modes_of_caller
 from hpcdist.core.ranks import as_int
@@ -79,7 +79,7 @@ def check_one_dense(tensor: torch.Tensor) -> torch.Tensor:
             "these"
         )
     if tensor.layout is not torch.strided:
-        raise TypeError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
+        raise LayoutError(f"messages carry dense tensors; this one is {tensor.layout}: send its indices() and values()")
     if tensor.is_nested:
         raise nested("a message")
     if tensor.dtype in QUANTIZED_TYPES:

@@ -102,7 +102,7 @@ def combining_op(dtype: torch.dtype, name: str) -> str:
 def check(row: Row, dtype: torch.dtype, op: Any) -> None:
     """Raise c10d's error if an op, or its factor, has no meaning for a dtype, or nothing reduces it."""
     if (kind := KIND_OF.get(dtype)) is None:
-        raise RuntimeError(
+        raise NotImplementedError(
             f"Invalid scalar type: {row.name} cannot reduce {dtype} (dtypes that reduce: "
             f"{', '.join(str(known).removeprefix('torch.') for known in KIND_OF)})"
         )

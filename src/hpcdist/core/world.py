@@ -160,7 +160,7 @@ def member_group(group: Any, call: str) -> Group | None:
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends:
         return pg
-    if group is None or isinstance(group, Group) or group != NON_GROUP_MEMBER:
+    if type(group) is not type(NON_GROUP_MEMBER) or group != NON_GROUP_MEMBER:
         return resolve(group)
     rank = -1 if WORLD.default is None else WORLD.default.rank()
     warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)

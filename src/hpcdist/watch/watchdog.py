@@ -385,8 +385,9 @@ class Watchdog:
         path = self.dump()
         reporter = None if collective is None else self.reports.reporter(collective.group, self.rank, answers)
         if reporter is None:
-            reading = f"traces: {path}; all of them: torchfrtrace {os.path.dirname(path)}"
-            text = "\n".join(f"  {line}" for line in [*lines, reading])
+            folder = os.path.dirname(path) or "."
+            reading = "" if path.startswith("nowhere ") else f"; all of them: torchfrtrace {folder}"
+            text = "\n".join(f"  {line}" for line in [*lines, f"traces: {path}{reading}"])
             self.say(f"{headline}\n{text}")
         else:
             self.say(f"{headline}; see the report of rank {reporter}")

@@ -364,14 +364,15 @@ class Communicator(Faults):
             # same
             if aborts or self.interruption is not None:
                 self.revoke()
-            with self._members(remaining) as members:
-                if not self.is_revoked():
-                    try:
-                        return comm.Create_group(members, group_tag(name))
-                    except MPI.Exception as error:
-                        if not ulfm.is_loss(error, comm):
-                            raise
-                if not ulfm.are_dead(comm, excluded):
+            # a death is known to all ranks; a revocation may become known when some already wait for each other
+            if not ulfm.are_dead(comm, excluded):
+                with self._members(remaining) as members:
+                    if not self.is_revoked():
+                        try:
+                            return comm.Create_group(members, group_tag(name))
+                        except MPI.Exception as error:
+                            if not ulfm.is_loss(error, comm):
+                                raise
                     return MPI.Intracomm.Create_from_group(members, f"hpcdist-{name}", MPI.INFO_NULL, MPI.ERRORS_RETURN)
             made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
             if made.Get_size() == len(remaining):

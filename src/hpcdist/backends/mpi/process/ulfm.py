@@ -105,7 +105,7 @@ def failed(comm: MPI.Intracomm) -> list[int]:
 
 def are_dead(comm: MPI.Intracomm, ranks: Sequence[int]) -> bool:
     """Tell whether all of some ranks have died, waiting a moment for the news."""
-    return wait_until(lambda: set(ranks) <= set(failed(comm)), NEWS_SECONDS)
+    return is_tolerant() and wait_until(lambda: set(ranks) <= set(failed(comm)), NEWS_SECONDS)
 
 
 def await_news(comm: MPI.Intracomm) -> None:
