@@ -383,3 +383,10 @@ def test_several_tensors_are_combined_after_what_is_queued_before(world, size):
         world.allreduce([one, other], blocking)
         assert one.tolist() == other.tolist() == [float(size * (size + 1))] * 4
         begun.wait()
+
+
+def test_the_store_of_a_group(world, rank, size):
+    for group in (world, torch_dist.new_group(), dist.new_group()):
+        store = group.get_group_store()
+        store.set(f"of {rank}", group.group_name)
+        assert store.get(f"of {(rank + 1) % size}").decode() == group.group_name
