@@ -184,4 +184,4 @@ def get_group_store(group: Any) -> Any:
     return c10d._world.pg_map.get(group, (None, None))[1]
 
 
-ProcessGroup.get_group_store = get_group_store  # type: ignore[method-assign]  # torch's own reads C++, which has no store
+ProcessGroup.get_group_store = get_group_store  # type: ignore[assignment]  # torch's own reads C++, which has no store
