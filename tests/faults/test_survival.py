@@ -332,6 +332,11 @@ DEATHS = {
         [0, 1],
         "of 3 failed: rank 2 of the group died",
     ),
+    "a receive, while another rank shrinks the group": (
+        (3, 2, "", "dist.irecv(torch.zeros(8), 2).wait() if ME == 0 else None", "dist.shrink_group([2])"),
+        [0],
+        "rank 2 of the group died",
+    ),
     "a wait for a signal, not another window": (
         (3, 2, "window = dist.Window(4); dist.barrier()", "window.wait_signal(2)", ANOTHER_WINDOW),
         [0, 1],

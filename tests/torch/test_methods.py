@@ -367,3 +367,10 @@ def test_pending_calls_can_be_waited_for(world, size):
     world._wait_for_pending_works()
     assert all(work.is_completed() for work in works)
     assert [each.tolist() for each in tensors] == [[size] * 4] * 10
+
+
+def test_the_store_of_a_group(world, rank, size):
+    for group in (world, torch_dist.new_group(), dist.new_group()):
+        store = group.get_group_store()
+        store.set(f"of {rank}", group.group_name)
+        assert store.get(f"of {(rank + 1) % size}").decode() == group.group_name

@@ -177,3 +177,11 @@ def forget_coalescing(group: Any) -> None:
 
 def is_shown(group: Any) -> bool:
     return group in c10d._world.pg_map
+
+
+def get_group_store(group: Any) -> Any:
+    """Return a group's part of the world's store, or None if torch does not know the group."""
+    return c10d._world.pg_map.get(group, (None, None))[1]
+
+
+ProcessGroup.get_group_store = get_group_store  # type: ignore[assignment]  # torch's own reads C++, which has no store
