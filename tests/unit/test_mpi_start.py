@@ -192,6 +192,27 @@ def test_an_open_mpi_4_that_srun_did_not_tell_of_its_ranks_is_refused_before_mpi
         runtime.check_launcher(library, launch)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "chosen", "expected"),
+    [
+        (("Open MPI", (5, 0, 11)), {}, {"OMPI_MCA_btl_sm_eager_limit": "32768"}),
+        (("Open MPI", (4, 1, 4)), {}, {"OMPI_MCA_btl_vader_eager_limit": "32768"}),
+        (("Open MPI", (5, 0, 11)), {"OMPI_MCA_btl_sm_eager_limit": "4096"}, {"OMPI_MCA_btl_sm_eager_limit": "4096"}),
+        (("MPICH", (5, 0, 2)), {}, {}),
+    ],
+    ids=["Open MPI 5", "Open MPI 4", "the user's", "MPICH"],
+)
+def test_open_mpi_copies_small_messages_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch,
+    vendor: tuple[str, tuple[int, ...]],
+    chosen: dict[str, str],
+    expected: dict[str, str],
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(chosen))
+    open_mpi.copy_small_messages(SimpleNamespace(get_vendor=lambda: vendor))
+    assert os.environ == expected
+
+
 START_MPI = """
 import os
 from hpcdist.backends.mpi.process import open_mpi, runtime

@@ -125,9 +125,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     if not MPI.Is_initialized():
         # Open MPI's wheel would print an error of UCX, which is not used then, for each shared window
         os.environ.setdefault("OMPI_MCA_osc_ucx_verbose", "-1")
-        # up to here a message within a node is copied through shared memory, and not read from the sender's: 1.5 to 2.8
-        # times as fast from 4 to 32 KiB, and cut to the buffer that receives it (known issues)
-        os.environ.setdefault("OMPI_MCA_btl_sm_eager_limit", str(32 << 10))
+        open_mpi.copy_small_messages(MPI)
         # without it Open MPI 5 ends the process in MPI_Init: `env -i`, `srun --export=NONE`
         home = os.path.expanduser("~")  # "~" of a user whom the system does not know
         os.environ.setdefault("HOME", home if os.path.isabs(home) else "/")
