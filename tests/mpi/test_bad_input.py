@@ -187,6 +187,7 @@ REFUSED = {
     "allreduce a number": (TypeError, lambda pg, n: pg.allreduce(5), "List"),
     "allreduce numbers": (TypeError, lambda pg, n: pg.allreduce([1, 2]), "List"),
     "allreduce None too": (TypeError, lambda pg, n: pg.allreduce([one(), None]), "List"),
+    "allreduce by the class": (TypeError, lambda pg, n: pg.allreduce([one()], dist.ReduceOp), "ReduceOp"),
     "allreduce by a word": (TypeError, lambda pg, n: pg.allreduce([one()], "sum"), "ReduceOp"),
     "allreduce, other options": (TypeError, lambda pg, n: pg.allreduce([one()], dist.BarrierOptions()), "ReduceOp"),
     "allreduce, layouts in turn": (RuntimeError, lambda pg, n: pg.allreduce([torch.eye(2), sparse()]), "tensor layout"),

@@ -88,6 +88,7 @@ def test_fills(peers, rank, kind):
     ("arguments", "error", "text"),
     [
         (((2, -1),), ValueError, "no negative size"),
+        (("12",), TypeError, "`shape` is .12. of type str; expected an int"),
         ((("a",),), TypeError, "rank 0 of the group: TypeError"),
         (((2,), float), TypeError, "`dtype` is of type type; expected a torch.dtype"),
         (((2,), torch.float32, None, "zeros"), TypeError, "Expected parameter `fill` of type torch.Tensor"),

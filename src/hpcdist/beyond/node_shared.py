@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -94,7 +94,8 @@ def node_shared(
 def request(shape: Any, dtype: Any) -> Request:
     """Check one rank's arguments, and that its node has room."""
     check_dtype(dtype)
-    sizes = tuple(as_int(each, "`shape`") for each in (shape if isinstance(shape, Iterable) else [shape]))
+    is_listed = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
+    sizes = tuple(as_int(each, "`shape`") for each in (shape if is_listed else [shape]))
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` is {sizes}; expected no negative size")
     if (there := memory_file.free_bytes()) is None:

@@ -72,9 +72,10 @@ def name_of(op: Any) -> str:
 
 def canonical(op: Any) -> Any:
     """Return an op as backends know it: a plain member of ReduceOp, or the ReduceOp of a PREMUL_SUM; else TypeError."""
-    if isinstance(op, RedOpType):
+    kind = type(op)  # to ``isinstance`` the class ReduceOp is one of its own objects
+    if kind is RedOpType:
         return op
-    if isinstance(op, ReduceOp):
+    if kind is ReduceOp:
         return MEMBERS.get(hash(op), op)
     raise TypeError(
         f"op is {format_value(op)} of type {type(op).__name__}; "
