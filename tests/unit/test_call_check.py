@@ -242,6 +242,22 @@ def test_a_call_that_its_rank_has_left_is_named_and_fits_no_other():
     assert not boards[1].fit(0, 1, 5)
 
 
+def test_a_rank_takes_no_part_in_a_call_that_its_maker_has_left_since_the_decision():
+    """Rank 0 is in the call, rank 1 decides, rank 0 leaves it, and rank 2 comes: nobody would end a call of rank 2."""
+    memory, base, made = mmap.mmap(-1, bytes_of(3, 3)), kind_word(ALL_REDUCE.name, torch.float32, ReduceOp.SUM), []
+    boards = [CallBoard(memory, [0, 1, 2], rank, 3) for rank in range(3)]
+    boards[0].whats[0][1] = with_size(base, 3) + 1
+    boards[1].whats[1][1] = with_size(base, 4) + 1
+    boards[1].decide(1, 1, [1, 0, 0])
+    boards[0].withdraw(1)
+    for length in (3, 5):  # the call of rank 0, and another
+        check = CallCheck(Communicator(2, 3), made.append, None, True)
+        check.is_open, check.board, tensor = True, boards[2], torch.ones(length)
+        with pytest.raises(CallsDifferError, match=r"rank 0: all_reduce of 3 .* has ended in its middle"):
+            check.run(Call(ALL_REDUCE, tensor, tensor, ReduceOp.SUM), base)
+    assert made == []
+
+
 def test_an_old_word_is_no_call_with_its_number_modulo_2_to_the_16():
     """Rank 0 comes first to each difference, so that it decides about none and keeps words until the numbers recur."""
     right, wrong = (ALL_REDUCE, 1, 0), (ALL_REDUCE, 2, 0)

@@ -37,11 +37,12 @@ def create_and_die() -> None:
 
 
 def test_the_name_that_a_killed_process_left_is_removed(folder: Path) -> None:
-    (folder / "another").touch()
+    for each in ("another", "hpcdist-store"):  # the user's
+        (folder / each).touch()
     os.waitpid(begin(create_and_die), 0)
-    assert len([*folder.iterdir()]) == 2
+    assert len([*folder.iterdir()]) == 3
     descriptor, name = memory_file.create(8)
-    assert {each.name for each in folder.iterdir()} == {"another", name}
+    assert {each.name for each in folder.iterdir()} == {"another", "hpcdist-store", name}
     assert os.waitpid(begin(memory_file.remove_left_behind.__wrapped__), 0)[1] == 0
     os.close(memory_file.open_by_name(name))  # its process lives
     os.close(descriptor)

@@ -11,8 +11,13 @@ import torch
 
 pytest.importorskip("mpi4py.MPI")
 
-from hpcdist.backends.mpi.progress import PROGRESS, Progress  # needs an MPI library
+from mpi4py import MPI
+
+from hpcdist.backends.mpi.point_to_point import PointToPoint  # needs an MPI library
+from hpcdist.backends.mpi.process import ulfm
+from hpcdist.backends.mpi.progress import PROGRESS, Progress
 from hpcdist.backends.mpi.receives import MatchedReceive
+from hpcdist.core.errors import DistBackendError
 
 
 class Messages:
@@ -64,3 +69,26 @@ def test_a_receive_counts_as_matched_once_it_has_its_request():
     seen = []
     receive.begin(SimpleNamespace(Irecv=lambda _: seen.append(receive.is_matched()) or "request"))
     assert (seen, receive.is_matched(), receive.request) == ([False], True, "request")
+
+
+class FailingSend(Messages):
+    """A communicator whose sends fail in their first test, and do not end."""
+
+    comm = property(lambda self: SimpleNamespace(Isend=lambda *_: self))
+
+    def Test(self):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+    def failure(self, call, error):
+        return DistBackendError(f"{call} failed")
+
+
+def test_memory_of_a_send_that_fails_at_once_and_may_still_be_under_way_is_kept(monkeypatch):
+    monkeypatch.setattr(ulfm, "UNFINISHED", [])
+    tensor, communicator = torch.ones(2), FailingSend(0)
+    with pytest.raises(DistBackendError, match="isend failed"):
+        PointToPoint(communicator).isend(tensor, 1, 0)
+    ((request, memory),) = ulfm.UNFINISHED
+    assert request is communicator
+    assert memory is tensor
+    PROGRESS.leave(communicator)

@@ -159,6 +159,7 @@ def test_whether_btl_ofi_is_opened(tmp_path: Path, variable: str | None, text: s
         (["ext3x", "isolated", "flux"], {}, (5, 0, 11), False),
         (["ext3x", "isolated"], {runtime.NAMESPACE: "slurm.pmix.3.0"}, (4, 1, 4), False),
         (["pmix3x", "s1", "s2"], {}, (4, 1, 4), False),  # built with Slurm's own PMI
+        (["pmix3x", "flux", "cray"], {}, (4, 1, 4), False),
         ([], {}, (4, 1, 4), False),  # built without files of components: nothing is known
     ],
 )

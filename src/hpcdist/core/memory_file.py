@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-PREFIX = "hpcdist-"
+PREFIX, NUMBER_BYTES = "hpcdist-", 12  # of a name: its beginning, and the bytes of the random number after it
 
 
 def free_bytes() -> int | None:
@@ -39,7 +39,7 @@ def create(nbytes: int) -> tuple[int, str]:
     """Create a file that takes no memory yet, and return its descriptor and its name, for ``remove``."""
     remove_left_behind()
     while True:
-        name = f"{PREFIX}{secrets.token_hex(12)}"
+        name = f"{PREFIX}{secrets.token_hex(NUMBER_BYTES)}"
         descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:  # else another process has seen it without the lock
@@ -52,7 +52,7 @@ def create(nbytes: int) -> tuple[int, str]:
 @cache  # once in each process
 def remove_left_behind() -> None:
     """Remove the names that killed processes of this user have left."""
-    for path in FOLDER.glob(f"{PREFIX}*"):
+    for path in FOLDER.glob(PREFIX + NUMBER_BYTES * "[0-9a-f][0-9a-f]"):  # not a file that the user has named so
         with suppress(OSError):  # another user's, or removed meanwhile
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -383,6 +383,8 @@ class CallCheck:
         """Take part in other ranks' call with memory of its own, so that they return."""
         board, communicator, leader = self.board, self._communicator, makers[0]
         said, rank, ranks = board.said(leader, number), communicator.rank, communicator.size
+        if not all(board.takes_part(each, number) for each in makers):
+            return  # one has left it since the decision: it ends on no rank
         if said.name in OBJECTS:
             self._stand_in_for_objects(said.name, said.root)
         elif said.name == SPLIT:

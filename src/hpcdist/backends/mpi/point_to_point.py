@@ -74,13 +74,16 @@ class PointToPoint:
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Begin to send by MPI_Isend (MPI 3.7.2)."""
-        place = tensor.data_ptr(), tensor.nbytes
+        place, request = (tensor.data_ptr(), tensor.nbytes), None
         try:
             request = self._comm.Isend(self._sent.get(place) or self._sent.add(place, tensor), dst, tag)
             if finish is None and request.Test():  # as most small ones; a Work of a message under way takes 1 µs more
                 return DoneWork([])
         except MPI.Exception as error:
-            raise self._communicator.failure("isend", error) from error
+            failure = self._communicator.failure("isend", error)
+            if request is not None:  # MPI may still read the tensor
+                ulfm.settle(request, tensor)
+            raise failure from error
         return RequestWork(self._communicator, request, tensor, None, finish)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:

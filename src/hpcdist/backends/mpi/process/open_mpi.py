@@ -36,8 +36,9 @@ LAYOUTS = (
 OWN_CONNECTION = "PMIX_NAMESPACE"  # set by each of them, and by launchers that are not in the table
 
 
-# components of Open MPI 4 by which ranks reach their launcher; s1 and s2 are Slurm's own PMI-1 and PMI-2
-CONNECTIONS, OF_SLURM = "openmpi*/**/mca_pmix_*.so", ("mca_pmix_s1.so", "mca_pmix_s2.so")
+# components of Open MPI 4 by which ranks reach their launcher; s1 and s2 are Slurm's own PMI-1 and PMI-2, and Cray's
+# PMI works under srun too
+CONNECTIONS, OF_SRUN = "openmpi*/**/mca_pmix_*.so", ("mca_pmix_s1.so", "mca_pmix_s2.so", "mca_pmix_cray.so")
 
 
 def copy_small_messages(MPI: Any) -> None:
@@ -53,9 +54,9 @@ def copy_small_messages(MPI: Any) -> None:
 
 
 def knows_only_pmix(library: str | None) -> bool:
-    """Tell whether an Open MPI 4 was built without Slurm's own PMI; False too if its components are not in files."""
+    """Tell whether an Open MPI 4 is built without Slurm's or Cray's own PMI; False too without files of components."""
     names = [each.name for each in Path(library).resolve().parent.glob(CONNECTIONS)] if library else []
-    return bool(names) and not any(name in OF_SLURM for name in names)
+    return bool(names) and not any(name in OF_SRUN for name in names)
 
 
 def is_on_one_node(environment: Mapping[str, str]) -> bool:
