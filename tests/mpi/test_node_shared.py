@@ -49,10 +49,13 @@ def test_all_ranks_of_a_node_see_what_one_writes(peers, rank, size):
     assert own.tolist() == [size * (size - 1) // 2] * 3
 
 
-@pytest.mark.parametrize("shape", [5, (), (0,), (2, 0), (3, 4), torch.Size([2, 3]), [1, 2]], ids=str)
+SHAPES = [5, (), (0,), (2, 0), (3, 4), torch.Size([2, 3]), [1, 2], np.array([2, 3]), np.array(5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(world, shape):
     tensor = dist.node_shared(shape, torch.float64)
-    assert tensor.shape == torch.Size([shape] if isinstance(shape, int) else shape)
+    assert tensor.shape == torch.Size(np.atleast_1d(np.array(shape, int)))
     assert not tensor.any()
     assert tensor.is_contiguous()
     assert tensor.is_shared()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -94,7 +94,7 @@ def node_shared(
 def request(shape: Any, dtype: Any) -> Request:
     """Check one rank's arguments, and that its node has room."""
     check_dtype(dtype)
-    is_listed = isinstance(shape, Sequence) and not isinstance(shape, str | bytes)
+    is_listed = isinstance(shape, Iterable) and not isinstance(shape, str | bytes) and getattr(shape, "ndim", 1) > 0
     sizes = tuple(as_int(each, "`shape`") for each in (shape if is_listed else [shape]))
     if min(sizes, default=0) < 0:
         raise ValueError(f"`shape` is {sizes}; expected no negative size")
