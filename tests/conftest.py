@@ -73,6 +73,7 @@ def pytest_configure(config):
         raise pytest.UsageError("pytest-xdist 3.8 does not group tests on this pytest; expected one below 9.2")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-mpi, which skips what has its mark if --with-mpi is not given
 def pytest_collection_modifyitems(config, items):
     for item in items:
         folder = item.path.relative_to(config.rootpath).parts[1]

@@ -135,6 +135,16 @@ def test_layouts(layout, is_async, rank, size):
     assert all_equal(output, size * rank)
 
 
+def test_an_array_that_may_only_be_read_is_an_input(rank, size):
+    given = np.broadcast_to(np.float32(rank), (2,))
+    outputs = [np.empty(2, np.float32) for _ in range(size)]
+    dist.all_gather(outputs, given)
+    assert [each.tolist() for each in outputs] == [[r, r] for r in range(size)]
+    output = np.empty(2 * size, np.float32)
+    dist.all_gather_single(output, given)
+    assert output.tolist() == [r for r in range(size) for _ in range(2)]
+
+
 def test_conjugated_views(rank, size):
     tensor = torch.full((3,), complex(rank, 1), dtype=torch.complex64).conj()
     dist.all_reduce(tensor)
