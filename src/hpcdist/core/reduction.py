@@ -78,8 +78,7 @@ def canonical(op: Any) -> Any:
     if kind is ReduceOp:
         return MEMBERS.get(hash(op), op)
     raise TypeError(
-        f"op is {format_value(op)} of type {type(op).__name__}; "
-        "expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
+        f"op is {format_value(op)} of type {kind.__name__}; expected a torch.distributed.ReduceOp such as ReduceOp.SUM"
     )
 
 

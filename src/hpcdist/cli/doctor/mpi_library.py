@@ -114,7 +114,7 @@ def look() -> Facts:
         return {**facts, "error": str(error)}
     facts["library"] = runtime.short_name(MPI)
     facts["standard"] = ".".join(map(str, MPI.Get_version()))
-    facts["path"] = next(iter(libraries.loaded_libraries()), None)
+    facts["path"] = libraries.loaded_library()
     if launch is None:
         facts.update(look_at_launcher(family(facts["library"])[0]))
     return facts

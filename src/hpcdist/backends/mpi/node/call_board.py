@@ -53,7 +53,7 @@ GATHERS = (
     "node_shared", "open_store", "start_debug_server", "new_group with another backend",
 )  # fmt: skip
 STOP = "stop"  # not a call: an earlier one has failed
-LEFT = 1 << 63  # bit of a word: an exception has ended the call in its middle, so that no other rank takes part
+LEFT = -1 << 63  # sign of a word: an exception has ended the call in its middle, so that no other rank takes part
 # the user's calls that consist of others: they are compared before the first of those, and do nothing themselves
 COMPOSED = (
     "all_gather_varied", "reduce_scatter_varied", "all_to_all_varied", "sparse all_reduce",
@@ -126,7 +126,7 @@ def is_wide(word: int) -> bool:
 def read(word: int, size: int) -> BoardCall:
     if not is_wide(word):
         size = (word & WIDE) >> NUMBER_BITS
-    code = (word & ~-LEFT) // ROOT
+    code = (word & ~LEFT) // ROOT
     root, code = code & ((1 << ROOT_BITS) - 1), code >> ROOT_BITS
     op, code = code & ((1 << OP_BITS) - 1), code >> OP_BITS
     return BoardCall(CALLS[code >> DTYPE_BITS], DTYPES[code & ((1 << DTYPE_BITS) - 1)], OPS[op], root, size, word < 0)
@@ -254,7 +254,7 @@ class CallBoard:
 
     def withdraw(self, number: int) -> None:
         """Record that this rank has left a call, so that it is not in MPI any more."""
-        self.whats[self.own][number & LAST] |= -LEFT  # as a signed number
+        self.whats[self.own][number & LAST] |= LEFT
         fence()
 
     # -- counts --------------------------------------------------------------------------------------

@@ -32,6 +32,11 @@ def loaded_libraries() -> list[str]:
     return list(dict.fromkeys(re.findall(r"(/.*/libmpi[^/\s]*\.so[^/\s]*)", maps)))
 
 
+def loaded_library() -> str | None:
+    """Return the path of the MPI library in this process, the first if there are several."""
+    return next(iter(loaded_libraries()), None)
+
+
 @cache
 def unlink_segments(MPI: Any) -> None:
     """Remove the names of the segments that MPICH's MPI_Init has mapped in this process; any rank calls, at any time.

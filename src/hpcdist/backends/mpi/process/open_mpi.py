@@ -1,4 +1,4 @@
-"""Open MPI's start: the eager limit of messages within a node, and the component btl/ofi.
+"""Open MPI's start: the eager limit of messages within a node, the launchers that it knows, and the component btl/ofi.
 
 On one node btl/ofi is excluded while MPI starts, where it only costs a second: its close function sleeps for that time
 ("if we don't sleep, sockets provider freaks out"). Open MPI closes it in MPI_Init on a node without a device for it,
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.backends.mpi.process.libraries import loaded_libraries
+from hpcdist.backends.mpi.process.libraries import loaded_library
 from hpcdist.launch.environment import integer
 
 VENDOR = "Open MPI"
@@ -34,7 +34,6 @@ LAYOUTS = (
     ("SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "1"),
 )
 OWN_CONNECTION = "PMIX_NAMESPACE"  # set by each of them, and by launchers that are not in the table
-
 
 # components of Open MPI 4 by which ranks reach their launcher; s1 and s2 are Slurm's own PMI-1 and PMI-2, and Cray's
 # PMI works under srun too
@@ -102,17 +101,12 @@ def opens_btl_ofi(environment: Mapping[str, str], library: str | None) -> bool:
 
 def can_do_without(MPI: Any) -> bool:
     """Tell whether btl/ofi may be excluded: Open MPI, all ranks on one node, and no choice of user or site."""
-    return (
-        MPI.get_vendor()[0] == VENDOR
-        and is_on_one_node(os.environ)
-        and not is_chosen(os.environ, next(iter(loaded_libraries()), None))
-    )
+    return MPI.get_vendor()[0] == VENDOR and is_on_one_node(os.environ) and not is_chosen(os.environ, loaded_library())
 
 
 def is_used(MPI: Any) -> bool:
     """Tell whether the MPI that hpcdist started has opened btl/ofi."""
-    library = next(iter(loaded_libraries()), None)
-    return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and opens_btl_ofi(os.environ, library)
+    return MPI.get_vendor()[0] == VENDOR and not can_do_without(MPI) and opens_btl_ofi(os.environ, loaded_library())
 
 
 @contextmanager

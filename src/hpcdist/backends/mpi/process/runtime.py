@@ -196,27 +196,28 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
     MPICH 4 starts a world of one rank (``check_world``).
     """
     name, version = MPI.get_vendor()
+    loaded = libraries.loaded_library() if name == open_mpi.VENDOR else None
     prefix = os.environ.get(PREFIX)
-    loaded = next(iter(libraries.loaded_libraries()), prefix)
-    if name == "Open MPI" and prefix and not Path(loaded or prefix).resolve().is_relative_to(Path(prefix).resolve()):
+    if loaded and prefix and not Path(loaded).resolve().is_relative_to(Path(prefix).resolve()):
         del os.environ[PREFIX]
     who = (
         f"{launch.name} started {launch.size} ranks (this is rank {launch.rank})"
         if launch
         else "the launcher uses PMIx"
     )
-    has_pmix, is_of_srun = NAMESPACE in os.environ, launch is not None and launch.name == "srun"
-    if name == "Open MPI" and version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):
+    has_pmix, remedy = NAMESPACE in os.environ, launch.remedy if launch else ""
+    is_of_srun = launch is not None and launch.name == "srun"
+    if version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):  # False of other MPIs
         lacking = (
-            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it connects "
-            f"ranks by PMIx, and this launcher does not. {launch.remedy if launch else ''}"
+            f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it connects ranks "
+            f"by PMIx, and this launcher does not. {remedy}"
         )
         raise DistBackendError(add_hint(lacking, "separate-worlds"))
     is_pmix = has_pmix and DESCRIPTOR not in os.environ
     if name == "MPICH" and version >= (5,) and is_pmix and "pmix" not in MPI.Get_library_version().lower():
         text = (
             f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built "
-            f"without PMIx, by which this launcher connects its ranks. {launch.remedy if launch else ''}"
+            f"without PMIx, by which this launcher connects its ranks. {remedy}"
         )
         raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
 
