@@ -1,5 +1,6 @@
 """``profile``: what is recorded, on one clock, and that nothing is left on afterwards."""
 
+import io
 import json
 import sys
 import time
@@ -61,6 +62,14 @@ def test_every_kind_of_call_with_its_line_and_size(rank, size, path):
         assert f"{size} rank" in seen.table()
     else:
         assert (seen.timeline, seen.rows(), seen.ranks(), seen.table()) == (None, [], [], "")
+
+
+def test_a_locale_without_its_characters(rank, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with dist.profile():
+        dist.barrier()
+    assert (b"median ?s" in written.getvalue()) == (rank == 0)
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from types import TracebackType
 from typing import Any
@@ -80,7 +81,8 @@ class Profile:
             with open(self._path, "w") as file:
                 json.dump(self.timeline.trace(), file)
         if self._show:
-            print(self.timeline.table(), flush=True)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # a locale may lack some characters
+            print(self.timeline.table().encode(encoding, "replace").decode(encoding), flush=True)
 
     def _note(self, call: TimedCall) -> None:
         self.calls.append(call)
