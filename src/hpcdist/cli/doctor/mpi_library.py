@@ -175,7 +175,8 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
     if launched is not None:
         if not launched["conflict"]:
-            yield Finding(OK, f"started by {launched['name']}, {launched['size']} ranks")
+            count = f", {launched['size']} ranks" if launched["size"] else ""
+            yield Finding(OK, f"started by {launched['name']}{count}")
             carrier = "MPI" if launched["starts_mpi"] else "gloo"
             yield Finding(NOTE, f"CPU tensors go over {carrier}, because {launched['reason']}")
         return
