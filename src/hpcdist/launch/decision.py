@@ -48,7 +48,7 @@ def warn_if_alone() -> None:
                 f"no launcher started this process, and it is a world of its own in a job of {count} tasks "
                 f"({variable}): start the ranks with srun or mpiexec, or give world_size=1"
             )
-            warnings.warn(add_hint(text, "no-launcher"), stacklevel=5)
+            warnings.warn(add_hint(text, "no-launcher"), stacklevel=4)
             return
 
 
