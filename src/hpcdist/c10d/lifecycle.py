@@ -57,7 +57,8 @@ def init_process_group(
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
         init_method: how the processes find each other without MPI: ``env://``, ``tcp://host:port``,
             ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. The default is that of
-            the variable HPCDIST_INIT_METHOD, if it is set.
+            the variable HPCDIST_INIT_METHOD, if it is set. Without a backend, ``tcp://`` and ``file://`` with
+            the rank and size of an MPI launcher mean MPI.
         timeout: the limit of each call; 30 minutes by default.
         world_size, rank: the number of processes and this one's number, if neither a launcher nor MPI gives them.
         store: the store by which the processes find each other, in place of ``init_method``.

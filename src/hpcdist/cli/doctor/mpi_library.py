@@ -198,7 +198,7 @@ def remedy_of_launch(facts: Facts) -> str:
     if launched is not None and launched["name"] == "srun":
         return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"
     if (mpirun := own_mpirun()) is not None:
-        size = launched["size"] if launched else 2
+        size = (launched["size"] if launched else 0) or 2
         path = f"{on_path(mpirun)} " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
         return f"{path}{mpirun} -n {size} {sys.executable} train.py"
     return install(extra, "the MPI of this launcher")
