@@ -34,6 +34,7 @@ def autoload() -> None:
     c10d: Any = dist.distributed_c10d
     STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper
+    c10d.is_mpi_available = dist.is_mpi_available = is_mpi_available
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -61,6 +62,19 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
         mirror.LATE_STORE.is_reserved = True
     return STOCK[0](url, rank, world_size, **kwargs)
+
+
+def is_mpi_available() -> bool:
+    """Tell, for a script that chooses by it, whether backend "mpi" works: an MPI launcher started several ranks.
+
+    torch's wheels have no MPI of their own.
+    """
+    is_unasked()  # before the import
+    from hpcdist.c10d import names
+    from hpcdist.launch import environment
+
+    launch = environment.detect()
+    return launch is not None and launch.size != 1 and names.is_mpi_available()
 
 
 def asks_for_mpi(backend: Any) -> bool:

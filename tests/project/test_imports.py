@@ -52,7 +52,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "hpcdist_stores": {"hpcdist_stores.keep_alive"},
     "hpcdist_stores.keep_alive": set(),
-    "hpcdist.autoload": {"hpcdist", "hpcdist.c10d", "hpcdist.torch_bridge"},  # inside functions, when it is asked for
+    "hpcdist.autoload": {
+        "hpcdist",
+        "hpcdist.c10d",
+        ENVIRONMENT,
+        "hpcdist.torch_bridge",
+    },  # inside functions, when it is asked for
 }
 MAY_IMPORT["hpcdist.cli"] = {*MAY_IMPORT, "hpcdist.backends"} - {"hpcdist.__main__"}
 

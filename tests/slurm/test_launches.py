@@ -54,6 +54,36 @@ def test_site_scripts_that_export_torchs_variables(script, cluster, openmpi):
     assert result.stdout.splitlines() == [f"{kind} hpcdist 2 [2.0, 2.0, 2.0]"] * 2
 
 
+BY_HAND = """
+import os, torch, hpcdist as dist
+given = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
+for url in (None, "tcp://n1:29642"):
+    dist.init_process_group(init_method=url, **given)
+    dist.all_reduce(total := torch.ones(1))
+    print(type(dist.group.WORLD.backends["cpu"]).__name__, dist.get_rank() == given["rank"], int(total))
+    dist.destroy_process_group()
+"""
+
+
+def test_a_heterogeneous_job_whose_script_takes_slurms_numbers(each_mpi, cluster):
+    """One world over both parts, also for a script that gives an address (IDRIS, the Alliance)."""
+    parts = ["salloc", "--nodes=1", "--ntasks=1", ":", "--nodes=1", "--ntasks=2"]
+    command = ["srun", "--het-group=0,1", f"--mpi={each_mpi['HPCDIST_MPI']}", each_mpi["HPCDIST_PYTHON"], "-c", BY_HAND]
+    result = cluster.run(*parts, *command, seconds=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["MPIBackend True 3"] * 6
+
+
+def test_one_process_in_an_allocation_of_several_tasks_says_so(any_mpi, cluster):
+    program = "import hpcdist as dist; dist.init_process_group(); print(dist.get_world_size())"
+    result = cluster.run("salloc", "--ntasks=4", any_mpi["HPCDIST_PYTHON"], "-c", program)
+    assert result.stdout == "1\n"
+    assert "world of its own in a job of 4 tasks (SLURM_NTASKS)" in result.stderr
+    result = cluster.run("salloc", "--ntasks=4", any_mpi["HPCDIST_PYTHON"], "-c", program, WORLD_SIZE="4")
+    assert result.returncode == 1
+    assert "environment variable RANK expected, but not set" in result.stderr
+
+
 def mapped(host):
     """Return the files in a host's /dev/shm and /tmp that processes share by mapping them."""
     command = r"sed -nE 's:^\S+ ..[x-]s .* (/(dev/shm|tmp)/\S+).*:\1:p' /proc/[0-9]*/maps 2> /dev/null"

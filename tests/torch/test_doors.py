@@ -170,6 +170,71 @@ def test_ranks_that_a_script_takes_from_mpi4py(tmp_path, door):
     assert lines == [f"{way} True 2 2 MPIBackend" for way in ways for _ in range(2)], done.stderr
 
 
+ASKS = """
+    import os
+    import torch.distributed as dist
+
+    dist.init_process_group("mpi" if dist.is_mpi_available() else "gloo")
+    os.write(1, f"{dist.get_backend()} {dist.get_world_size()}\\n".encode())
+    dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_asks_torch_whether_there_is_mpi(tmp_path):
+    """Fugaku's recipe, which does not import hpcdist: true where an MPI launcher has started several ranks."""
+    done, lines = started(tmp_path, ASKS, *under_mpirun("SCRIPT", python=sys.executable))
+    assert lines == ["mpi 2"] * 2, done.stderr
+    one = f"RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} {sys.executable} SCRIPT"
+    for command in ([one], [*TORCHRUN, "SCRIPT"]):
+        done, lines = started(tmp_path, ASKS, *command)
+        assert {line.split()[0] for line in lines} == {"gloo"}, done.stderr
+
+
+BY_HAND = """
+    import os, sys
+    import torch
+    import hpcdist as dist
+
+    path, *ports = sys.argv[1:]
+    by_hand = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    for backend in (None, "gloo"):
+        for url in (f"tcp://127.0.0.1:{ports.pop()}", f"file://{path}/{backend}"):
+            dist.init_process_group(backend, url, **by_hand)
+            dist.all_reduce(total := torch.ones(1))
+            kind = type(dist.group.WORLD.backends["cpu"]).__name__
+            os.write(1, f"{backend} {url[:4]} {dist.get_world_size()} {int(total)} {kind}\\n".encode())
+            dist.barrier()
+            dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_a_script_takes_from_the_launchers_variables(tmp_path):
+    """fairseq's, submitit's and the Alliance's recipe; "gloo" stays what it says."""
+    done, lines = started(tmp_path, BY_HAND, *under_mpirun(f"SCRIPT {tmp_path} {free_port()} {free_port()}"))
+    expected = [f"None {way} 2 2 MPIBackend" for way in ("file", "tcp:")]
+    expected += [f"gloo {way} 2 2 GlooBackend" for way in ("file", "tcp:")]
+    assert lines == sorted(expected * 2), done.stderr
+
+
+@pytest.mark.skipif(programs.LIBRARY != "openmpi", reason="its launcher speaks PMIx")
+@pytest.mark.parametrize("variable", ["PALS_RANKID", "PMIX_RANK"])
+def test_a_launcher_that_does_not_say_the_size(tmp_path, variable):
+    """Aurora's and Fugaku's mpiexec: PMIx has no variable of the size. No door makes worlds of one, or takes gloo."""
+    only = f"export {variable}=$OMPI_COMM_WORLD_RANK; for each in ${{!OMPI_@}}; do unset $each; done; "
+    exported = f"{only} export RANK=${variable} WORLD_SIZE=2 MASTER_ADDR=placeholder MASTER_PORT=1; exec "
+    for command, expected in {
+        "SCRIPT import none mpi": ["mpi: 2 2 MPIBackend mpi 0", "none: 2 2 MPIBackend mpi 0"],
+        "SCRIPT torch mpi hpcdist": ["hpcdist: 2 2 MPIBackend hpcdist 0", "mpi: 2 2 MPIBackend mpi 0"],
+        " ".join([*RUN, "SCRIPT run gloo"]): ["gloo: 2 2 MPIBackend gloo MPIBackend 0"],
+    }.items():
+        for each in (only, exported):
+            done, lines = started(tmp_path, EACH, *under_mpirun(command, each))
+            assert lines == [line for line in expected for _ in range(2)], done.stderr
+    wrong = exported.replace("WORLD_SIZE=2", "WORLD_SIZE=1")
+    _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT import none", wrong))
+    assert ["of 2, RANK and WORLD_SIZE say rank" in line for line in lines] == [True, True]
+
+
 GIVEN = """
     import os, re
     import torch.distributed as dist

@@ -26,6 +26,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
+PMIX = "a launcher that speaks PMIx"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,13 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
         ({**FLUX, **PMI}, ("flux run", 1, 2, True)),  # flux sets PMI_* too, PALS does
         ({**FLUX, **PMI, "MPI_LOCALRANKID": "0"}, (HYDRA, 1, 2, True)),  # mpiexec in a job of flux
         ({"PALS_RANKID": "1", "PALS_SIZE": "2", **PMI}, ("mpiexec (PALS)", 1, 2, True)),
-        ({"PALS_RANKID": "1", **PMI}, (HYDRA, 1, 2, True)),
+        ({"PALS_RANKID": "1", **PMI}, ("mpiexec (PALS)", 1, 2, True)),
+        ({"PALS_RANKID": "0", **PMI, "MPI_LOCALRANKID": "1"}, (HYDRA, 1, 2, True)),  # mpiexec in a job of PALS
+        ({"PALS_RANKID": "1", "PMIX_RANK": "1"}, ("mpiexec (PALS)", 1, environment.UNKNOWN, True)),  # Aurora
+        ({"PMIX_RANK": "1"}, (PMIX, 1, environment.UNKNOWN, True)),  # Fugaku
+        ({"PMIX_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}, (PMIX, 3, environment.UNKNOWN, True)),
+        ({**STEP, "PMIX_RANK": "0"}, ("srun", 0, 2, True)),
+        ({**MPIRUN, "PMIX_RANK": "5"}, ("mpirun (Open MPI)", 5, 6, True)),
         ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, ("jsrun", 1, 2, True)),
         ({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 3, 4, False)),  # srun torchrun
         # mpirun --map-by ppr:1:node torchrun
@@ -59,6 +66,21 @@ FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
 def test_launchers(variables, expected):
     launch = environment.detect(variables)
     assert (launch and (launch.name, launch.rank, launch.size, launch.starts_mpi)) == expected
+
+
+@pytest.mark.parametrize(
+    ("exported", "size", "text"),
+    [
+        ({}, 4, ""),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 4, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 4, "says rank 1 of 4, RANK and WORLD_SIZE say rank 1 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, environment.UNKNOWN, "says rank 1, RANK and WORLD_SIZE say rank 0 of 2"),
+    ],
+)
+def test_a_size_that_only_mpi_says(exported, size, text):
+    launch = environment.detect({"PALS_RANKID": "1", **exported}, size)
+    assert (launch.rank, launch.size, bool(launch.conflict)) == (1, size, bool(text))
+    assert text in launch.conflict
 
 
 EXPORTED = {"MASTER_ADDR": "nid000012", "MASTER_PORT": "29500"}  # what a job script exports beside RANK and WORLD_SIZE
@@ -129,6 +151,7 @@ def test_a_choice_that_cannot_be_kept(variables, text):
         ({}, -1, True),
         ({}, 2, False),
         ({"RANK": "0", "WORLD_SIZE": "2"}, -1, False),
+        ({"WORLD_SIZE": "2"}, -1, False),  # exported in a job script, without srun
         (TORCHRUN, -1, False),
         ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, -1, True),
         (MPIRUN, -1, True),
@@ -308,6 +331,7 @@ def test_what_is_missing_is_named(url, kind, text, environ):
     ("variables", "text"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "environment variable MASTER_ADDR expected"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "environment variable RANK expected"),
         ({**TORCHRUN, "RANK": "one"}, "environment variable RANK is 'one', expected a number"),
         ({**TORCHRUN, "MASTER_PORT": "tcp"}, "environment variable MASTER_PORT is 'tcp', expected a number"),
     ],
@@ -316,6 +340,21 @@ def test_a_rank_of_several_does_not_become_a_world_of_its_own(variables, text, e
     environ(variables)
     with pytest.raises(ValueError, match=text):
         hpcdist.init_process_group()
+
+
+def test_one_process_in_a_job_of_several_tasks_warns(environ, recwarn):
+    """A job script, or the shell of an allocation, without srun."""
+    environ({"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
+    with pytest.warns(UserWarning, match=r"in a job of 8 tasks \(SLURM_NTASKS\): start the ranks with srun"):
+        hpcdist.init_process_group(bridge=False)
+    hpcdist.destroy_process_group()
+    recwarn.clear()
+    hpcdist.init_process_group(rank=0, world_size=1, bridge=False)
+    hpcdist.destroy_process_group()
+    environ({"SLURM_NTASKS": "1"})
+    hpcdist.init_process_group(bridge=False)
+    hpcdist.destroy_process_group()
+    assert not recwarn.list
 
 
 def test_a_handler_of_ones_own(monkeypatch):

@@ -247,3 +247,12 @@ def test_another_module_named_mpi4py_before_the_real_one_is_named(tmp_path: Path
     done = programs.run([*forked.python(), "-c", start], folder=tmp_path)
     said = f"backend 'mpi' cannot be loaded: cannot import name 'rc' from 'mpi4py' ({tmp_path}/mpi4py.py)"
     assert said in done.stderr
+
+
+def test_a_world_of_one_where_the_launcher_says_only_the_rank() -> None:
+    library = SimpleNamespace(
+        Get_library_version=lambda: "MPICH Version: 4.0.2", COMM_WORLD=SimpleNamespace(Get_size=lambda: 1)
+    )
+    runtime.check_world(library, detect({"PMIX_RANK": "0"}))  # it may be the only one
+    with pytest.raises(dist.DistBackendError, match="started this process as rank 1, but the MPI library"):
+        runtime.check_world(library, detect({"PMIX_RANK": "1"}))

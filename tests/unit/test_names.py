@@ -113,8 +113,9 @@ def test_hpcdist_is_registered_for_the_devices_that_this_torch_has(is_built, mon
     monkeypatch.delattr(torch.distributed.Backend, "HPCDIST")
     monkeypatch.setattr(torch.distributed.Backend, "register_backend", lambda *_, **given: registered.update(given))
     monkeypatch.setattr(autoload, "STOCK", [])
-    for name in ("rendezvous", "_new_process_group_helper"):  # put back after the test
+    for name in ("rendezvous", "_new_process_group_helper", "is_mpi_available"):  # put back after the test
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    monkeypatch.setattr(torch.distributed, "is_mpi_available", torch.distributed.is_mpi_available)
     autoload.autoload()
     assert registered["devices"] == (["cpu", "cuda"] if is_built else ["cpu"])
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import urlparse
 
 import torch
@@ -57,7 +57,8 @@ def init_process_group(
             ``Backend.register_backend``, or pairs such as ``"cpu:mpi,cuda:nccl"``.
         init_method: how the processes find each other without MPI: ``env://``, ``tcp://host:port``,
             ``file:///path``, ``slurm://``; or ``mpi://`` for a store over MPI. The default is that of
-            the variable HPCDIST_INIT_METHOD, if it is set.
+            the variable HPCDIST_INIT_METHOD, if it is set. Without a backend, ``tcp://`` and ``file://`` with
+            the rank and size of an MPI launcher mean MPI.
         timeout: the limit of each call; 30 minutes by default.
         world_size, rank: the number of processes and this one's number, if neither a launcher nor MPI gives them.
         store: the store by which the processes find each other, in place of ``init_method``.
@@ -200,8 +201,10 @@ def choose(
     over_mpi = comm is not None or is_mpi(launch)
     has_others = rank > 0 or world_size > 1 or environment.names_others()  # unless the caller started the processes
     if store is not None or (init_method is not None and not init_method.startswith(("mpi:", "env:"))):
-        over_mpi = store is None and is_of_mpi(init_method, rank, world_size)
+        over_mpi = store is None and is_of_mpi(launch, init_method, rank, world_size)
     elif not over_mpi and launch is None and init_method is None and not has_others:
+        if world_size == -1:
+            decision.warn_if_alone()
         return Backend.LOOPBACK
     cpu = Backend.MPI if over_mpi else Backend.GLOO
     if is_xccl_available():
@@ -209,18 +212,24 @@ def choose(
     return f"cpu:{cpu},cuda:{Backend.NCCL}" if is_nccl_available() else cpu
 
 
-def is_of_mpi(url: str | None, rank: int, world_size: int) -> bool:
-    """Tell whether a rank and size are those of MPI, which the program has started: it took them from mpi4py."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
-        return False
+def is_of_mpi(launch: environment.Launch | None, url: str | None, rank: int, world_size: int) -> bool:
+    """Tell whether a rank and size are those of MPI: from the variables of its launcher, or from mpi4py.
+
+    ``slurm://`` is hpcdist's own way without MPI.
+    """
     from hpcdist.launch import rendezvous
 
     given = rendezvous.query(urlparse(str(url)), rank, world_size)
+    is_counted = launch is not None and launch.size in (given[1], environment.UNKNOWN)
+    if is_mpi(launch) and is_counted and given[0] == launch.rank and not str(url).startswith("slurm:"):
+        return given[1] > 1
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.Get_size() == 1:
+        return False
     return given == (mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
 
 
-def is_mpi(launch: environment.Launch | None) -> bool:
+def is_mpi(launch: environment.Launch | None) -> TypeGuard[environment.Launch]:
     """Tell whether the launcher starts MPI's ranks."""
     return launch is not None and launch.starts_mpi
 
@@ -278,6 +287,8 @@ def find_peers(
             decision.check_mpi(launch, world_size)
         world = runtime.check_comm(comm) if comm is not None else runtime.world(timeout)
         own, size = world.Get_rank(), world.Get_size()
+        if comm is None and launch is not None and launch.size == environment.UNKNOWN:
+            decision.find_launch(size)  # raises if WORLD_SIZE says something else
         if rank not in (-1, own) or world_size not in (-1, size):
             raise ValueError(
                 f"init_process_group was given rank {rank} of {world_size}, and this process is rank {own} of {size} "

@@ -80,7 +80,7 @@ def run(args: list[str]) -> int:
     """
     given = parser().parse_args(args)
     try:
-        launch = decision.find_launch()
+        launch = decision.with_size(decision.find_launch())
     except ValueError as error:
         print(f"python -m hpcdist run: {error}", file=sys.stderr)
         return 2

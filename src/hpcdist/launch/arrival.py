@@ -95,7 +95,7 @@ def report(rank: int, size: int) -> None:
     come = {each.process: each.rank for each in arrivals() if launcher_of(each.process) == launcher}
     if any(other < rank for other in come.values()):
         return
-    here = ranks_here(launcher) if launch is not None and launch.size == size else {}
+    here = ranks_here(launcher) if launch is not None and launch.size in (size, environment.UNKNOWN) else {}
     missing = {each: min(here[each]) for each in sorted(here) if come.keys().isdisjoint(here[each])}
     which = "of other ranks, none of them on this node, one"
     if missing:

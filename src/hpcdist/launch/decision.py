@@ -6,18 +6,50 @@ It is apart from ``environment``, which commands use without torch: the errors a
 from __future__ import annotations
 
 import os
+import warnings
 
+from torch.distributed import default_pg_timeout
+
+from hpcdist.core import registry
+from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError, add_hint
 from hpcdist.launch import environment
 
 
-def find_launch() -> environment.Launch | None:
-    """Return how this process was started, for a new world; ValueError if the variables contradict each other."""
-    launch = environment.detect()
+def find_launch(size: int = environment.UNKNOWN) -> environment.Launch | None:
+    """Return how this process was started, for a new world; ValueError if the variables contradict each other.
+
+    ``size`` is MPI's, for a launcher that sets no variable of it.
+    """
+    launch = environment.detect(size=size)
     if launch is not None and launch.conflict:
         text = f"who started this process is contradictory: {launch.conflict}"
         raise ValueError(add_hint(text, "launchers-disagree"))
     return launch
+
+
+def with_size(launch: environment.Launch | None) -> environment.Launch | None:
+    """Return a launch with MPI's size if no variable of the launcher says it; then every rank calls this."""
+    if launch is None or launch.size != environment.UNKNOWN:
+        return launch
+    carrier = registry.connect("mpi", Bootstrap(-1, -1, default_pg_timeout))
+    carrier.close()
+    return find_launch(carrier.size)
+
+
+TASKS = ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "PBS_NP")  # the number of a job's tasks: Slurm's, LSF's, Torque's
+
+
+def warn_if_alone() -> None:
+    """Warn if this process, which no launcher has started, is one in a job of several tasks."""
+    for variable in TASKS:
+        if (count := environment.integer(os.environ, variable) or 0) > 1:
+            text = (
+                f"no launcher started this process, and it is a world of its own in a job of {count} tasks "
+                f"({variable}): start the ranks with srun or mpiexec, or give world_size=1"
+            )
+            warnings.warn(add_hint(text, "no-launcher"), stacklevel=4)
+            return
 
 
 def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:

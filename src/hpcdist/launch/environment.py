@@ -36,7 +36,10 @@ class Launcher(NamedTuple):
     local_rank: str
     remedy: str = WRONG_LIBRARY
     starts_mpi: bool = True
+    counts: bool = True  # the variable of the size is always set; else MPI is asked
 
+
+UNKNOWN = 0  # the size if no variable says it
 
 HYDRAS_OWN = "MPI_LOCALRANKID"
 TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
@@ -47,10 +50,11 @@ LAUNCHERS = (
     Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     Launcher("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN),
-    Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),
+    Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", counts=False),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", WRONG_FLUX_PMI),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", WRONG_PMI),
+    Launcher("a launcher that speaks PMIx", "PMIX_RANK", "", "", counts=False),  # PRRTE's prun, Fujitsu's mpiexec
 )
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "", False)
 
@@ -70,6 +74,18 @@ class Launch(NamedTuple):
     conflict: str = ""
     variable: str = ""  # the variable of the rank
 
+    @property
+    def account(self) -> str:
+        """What the launcher has done, as the beginning of a sentence."""
+        if self.size == UNKNOWN:
+            return f"{self.name} started this process as rank {self.rank}"
+        return f"{self.name} started {self.size} ranks (this is rank {self.rank})"
+
+    @property
+    def place(self) -> str:
+        """This process's rank and the size, if it is known, as text."""
+        return f"rank {self.rank}" + (f" of {self.size}" if self.size != UNKNOWN else "")
+
 
 def integer(environment: Mapping[str, str], variable: str) -> int | None:
     text = environment.get(variable, "")
@@ -79,6 +95,8 @@ def integer(environment: Mapping[str, str], variable: str) -> int | None:
 def launch_by(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
     """Return the start by a launcher's variables; None if they are not set, or srun's were set by sbatch."""
     rank, size = integer(environment, launcher.rank), integer(environment, launcher.size)
+    if size is None and not launcher.counts:
+        size, reason = UNKNOWN, f"{launcher.rank} is set"
     is_batch_script = launcher.name == "srun" and environment.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID"))
     if rank is None or size is None or is_batch_script:
         return None
@@ -91,15 +109,15 @@ def launch_by(launcher: Launcher, environment: Mapping[str, str], reason: str) -
 def by_mpi_launcher(environment: Mapping[str, str]) -> Launch | None:
     """Return the start by an MPI launcher, from its own variables; the first of the table is used.
 
-    srun, flux and PALS set PMI_RANK too, but no variable of hydra's.
+    srun, flux and PALS set PMI_RANK too, but no variable of hydra's; PALS may leave the size to PMI_SIZE.
     """
     launches = [launch_by(each, environment, f"{each.rank} and {each.size} are set") for each in LAUNCHERS]
-    said = [(each.rank, each.size) for each in launches if each is not None]
-    for launch in filter(None, launches):
-        is_of_another = said.count((launch.rank, launch.size)) > 1 and HYDRAS_OWN not in environment
-        if launch.variable != "PMI_RANK" or not is_of_another:
-            return launch
-    return None
+    found = [each for each in launches if each is not None]
+    if found and found[0].variable == "PMI_RANK" and HYDRAS_OWN not in environment:
+        rank, size = found[0].rank, found[0].size
+        alike = (each._replace(size=size) for each in found[1:] if each.rank == rank and each.size in (size, UNKNOWN))
+        return next(alike, found[0])
+    return next(iter(found), None)
 
 
 def is_started_by_launcher(launcher: str) -> bool:
@@ -116,8 +134,10 @@ def is_started_by_launcher(launcher: str) -> bool:
     return not any(line.startswith(f"{launcher}=".encode()) for line in given.split(b"\0"))
 
 
-def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
+def detect(environment: Mapping[str, str] = os.environ, size: int = UNKNOWN) -> Launch | None:
     """Return how this process was started, None without a launcher; ``decision.find_launch`` raises for a conflict.
+
+    ``size`` is MPI's, for a launcher that sets no variable of it.
 
     torchrun is used if its own TORCHELASTIC_RUN_ID is set, also beside the variables of the launcher that started
     torchrun itself on each node; not in a process that the launcher itself has started, where it is left over. RANK,
@@ -126,6 +146,8 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
     """
     choice = environment.get(RANKS_FROM, "")
     own = by_mpi_launcher(environment)
+    if own is not None and own.size == UNKNOWN:
+        own = own._replace(size=size)
     numbers = launch_by(TORCHRUN, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
     exported = numbers if "MASTER_ADDR" in environment else None
     if choice not in ("", "mpi", "env"):
@@ -147,20 +169,20 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch | None:
             return exported._replace(reason=f"{TORCHRUNS_OWN} is set")
     if own is None:
         return exported
-    if numbers is None or (numbers.rank, numbers.size) == (own.rank, own.size):
+    if numbers is None or (numbers.rank == own.rank and own.size in (numbers.size, UNKNOWN)):
         agree = " and agree with RANK and WORLD_SIZE" if numbers else ""
         return own._replace(reason=own.reason + agree)
     if own.size == 1 and numbers.size > 1 and exported is not None:
         return exported._replace(reason=f"{exported.reason}, and {own.name} started one rank only")
     return own._replace(
-        conflict=f"{own.name} says rank {own.rank} of {own.size}, RANK and WORLD_SIZE say rank {numbers.rank} of "
-        f"{numbers.size}. Unset RANK and WORLD_SIZE or make them agree, or choose: {RANKS_FROM}=mpi or {RANKS_FROM}=env"
+        conflict=f"{own.name} says {own.place}, RANK and WORLD_SIZE say {numbers.place}. Unset RANK and WORLD_SIZE or "
+        f"make them agree, or choose: {RANKS_FROM}=mpi or {RANKS_FROM}=env"
     )
 
 
 def names_others() -> bool:
     """Tell whether variables of c10d's ``env://``, complete or not, say that there are other processes."""
-    return bool(os.environ.get("RANK")) and os.environ.get("WORLD_SIZE", "").strip() not in ("", "1")
+    return os.environ.get("WORLD_SIZE", "").strip() not in ("", "1")
 
 
 # the variables of the rank on the node; LOCAL_RANK is c10d's own and comes first

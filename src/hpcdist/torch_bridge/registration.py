@@ -79,6 +79,7 @@ def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> I
     if ("MASTER_ADDR" in os.environ and not is_ours) or launch is None or not launch.starts_mpi:
         yield from STOCK["env"](url, *args, **kwargs)
         return
+    launch = decision.with_size(launch) or launch
     yield fresh_store(), launch.rank, launch.size
 
 
@@ -131,6 +132,7 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
             decision.check_mpi(launch, size)
         limit_devices(DEVICES)
         if size < 0:  # for "mpi" c10d would use its own MPI, without a store
+            launch = decision.with_size(launch)
             rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
             args = (fresh_store(), *args[1:])
     if "cuda:" in asked and not torch.cuda.is_available():
@@ -181,7 +183,7 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Itera
     A script that starts its processes itself, and gives their number, is left to torch. ValueError if the caller's rank
     or size differs from the launcher's.
     """
-    launch = decision.find_launch()
+    launch = decision.with_size(decision.find_launch())
     rank, world_size = query(urlparse(str(url)), rank, world_size)
     if launch is not None and launch.starts_mpi:
         if rank not in (-1, launch.rank) or world_size not in (-1, launch.size):

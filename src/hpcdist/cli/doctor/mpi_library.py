@@ -175,7 +175,8 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
     yield Finding(OK, f"{first['library']}, MPI {first['standard']}, from {first['path']}")
     if launched is not None:
         if not launched["conflict"]:
-            yield Finding(OK, f"started by {launched['name']}, {launched['size']} ranks")
+            count = f", {launched['size']} ranks" if launched["size"] else ""
+            yield Finding(OK, f"started by {launched['name']}{count}")
             carrier = "MPI" if launched["starts_mpi"] else "gloo"
             yield Finding(NOTE, f"CPU tensors go over {carrier}, because {launched['reason']}")
         return
@@ -197,7 +198,7 @@ def remedy_of_launch(facts: Facts) -> str:
     if launched is not None and launched["name"] == "srun":
         return f"srun --mpi={pmi} python train.py   # {name} needs {pmi}; `srun --mpi=list` lists what srun has"
     if (mpirun := own_mpirun()) is not None:
-        size = launched["size"] if launched else 2
+        size = (launched["size"] if launched else 0) or 2
         path = f"{on_path(mpirun)} " if name == "Intel MPI" else ""  # mpirun looks for mpiexec.hydra there
         return f"{path}{mpirun} -n {size} {sys.executable} train.py"
     return install(extra, "the MPI of this launcher")

@@ -38,7 +38,7 @@ def look() -> Facts:
         "omp": os.environ.get("OMP_NUM_THREADS"),
         "launcher": launch.name if launch else None,
         "launcher_rank": launch.rank if launch else None,
-        "launcher_size": launch.size if launch else None,
+        "launcher_size": (launch.size or None) if launch else None,
         "local_rank": environment.node_local_rank(),
         "chosen": {name: os.environ[name] for name in (*CARDS, CRAY_CARDS, "OMP_PROC_BIND") if name in os.environ},
         "visible": "ROCR_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES",

@@ -34,7 +34,7 @@ from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import arrival
-from hpcdist.launch.environment import Launch, detect
+from hpcdist.launch.environment import UNKNOWN, Launch, detect
 
 START_LEAST = timedelta(minutes=5)  # a short timeout is meant for calls, and the start of many ranks takes long
 STDERR = 2  # the descriptor: sys.stderr may be anything
@@ -200,11 +200,7 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
     prefix = os.environ.get(PREFIX)
     if loaded and prefix and not Path(loaded).resolve().is_relative_to(Path(prefix).resolve()):
         del os.environ[PREFIX]
-    who = (
-        f"{launch.name} started {launch.size} ranks (this is rank {launch.rank})"
-        if launch
-        else "the launcher uses PMIx"
-    )
+    who = launch.account if launch else "the launcher uses PMIx"
     has_pmix, remedy = NAMESPACE in os.environ, launch.remedy if launch else ""
     is_of_srun = launch is not None and launch.name == "srun"
     if version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):  # False of other MPIs
@@ -224,12 +220,13 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
     """Raise if the launcher started several ranks and MPI connected none of them."""
-    if launch is None or not launch.starts_mpi or launch.size <= 1 or MPI.COMM_WORLD.Get_size() != 1:
+    if launch is None or not launch.starts_mpi or MPI.COMM_WORLD.Get_size() != 1:
+        return
+    if launch.size <= 1 and not (launch.size == UNKNOWN and launch.rank > 0):
         return
     text = (
-        f"{launch.name} started {launch.size} ranks (this is rank {launch.rank}), but the MPI library that mpi4py "
-        f"loaded sees a world of 1: {short_name(MPI)}. They are not connected, and {launch.size} separate worlds of "
-        f"one rank would run side by side. {launch.remedy}"
+        f"{launch.account}, but the MPI library that mpi4py loaded sees a world of 1: {short_name(MPI)}. The ranks are "
+        f"not connected, and separate worlds of one rank would run side by side. {launch.remedy}"
     )
     raise DistBackendError(add_hint(text, "separate-worlds"))
 
