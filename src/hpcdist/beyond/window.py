@@ -223,6 +223,8 @@ class Window:
 
 def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a caller's number as a tensor of one element; TypeError for others, or if it would lose a fraction."""
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided:
+        check_memory(value)
     if not (dtype.is_floating_point or dtype.is_complex):
         value = as_int(value, "value")
     try:
