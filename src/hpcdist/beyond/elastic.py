@@ -149,8 +149,7 @@ class ElasticJob:
         Raises:
             TypeError, ValueError: an invalid number.
             DistBackendError: fewer ranks than ``min_size`` are left, too many changes in an hour, the only rank with
-            the
-                state was lost, or a step has failed although no rank was lost; on every process.
+                the state was lost, or a step has failed although no rank was lost; on every process.
         """
         start, stop = as_int(start, "start"), as_int(stop, "stop")
         if (snapshot_every := as_int(snapshot_every, "snapshot_every")) < 1 or not 0 <= start <= stop:

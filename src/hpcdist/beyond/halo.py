@@ -65,8 +65,7 @@ def exchange(
 
     Args:
         sends: the tensor for each receiver, by global rank; this rank is allowed. Two ranks must give each other as
-        many
-            ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
+            many ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
         recvs: the output for each sender, by global rank; at least as large as the message.
         group, async_op: as for ``all_reduce``, and so is the return value.
 
