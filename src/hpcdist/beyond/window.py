@@ -46,8 +46,8 @@ class Window:
 
     Args:
         memory: the number of elements of this rank, zero at first, in memory that its node shares; or a contiguous
-            CPU tensor (or array) of this rank, which is written in place, and whose storage torch refuses to resize from
-            then on. The number may differ between ranks.
+            CPU tensor (or array) of this rank, which is written in place; torch refuses to resize its storage from then
+            on. The number may differ between ranks.
         dtype: of the elements, the same on all ranks; not used if ``memory`` is a tensor.
         group: the group; None for the default one.
 
