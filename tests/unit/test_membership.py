@@ -139,7 +139,7 @@ def test_a_snapshot_restores_every_bit_and_is_no_view():
     assert snapshot.step == 2
 
 
-def test_numbers_are_checked_before_they_are_needed() -> None:
+def test_arguments_are_checked_before_they_are_needed() -> None:
     """``max_changes_per_hour`` is, when a rank has died."""
     for given in ({"spares": 1.0}, {"min_size": None}, {"max_changes_per_hour": None}):
         with pytest.raises(TypeError, match="expected an int"):
@@ -147,5 +147,8 @@ def test_numbers_are_checked_before_they_are_needed() -> None:
     for given in ({"stop": 3.0}, {"stop": 3, "start": None}, {"stop": 3, "snapshot_every": 1.5}):
         with pytest.raises(TypeError, match="expected an int"):
             next(elastic().steps({}, **given))
+    for state in (None, {"model": torch.nn.Linear(1, 1).state_dict()}):
+        with pytest.raises(TypeError, match="has no state_dict and load_state_dict; expected a module"):
+            next(elastic().steps(state, 3))
     with pytest.raises(ValueError, match="snapshot_every >= 1"):
         next(elastic().steps({}, 3, snapshot_every=0))

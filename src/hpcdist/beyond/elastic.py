@@ -147,7 +147,8 @@ class ElasticJob:
             ``with step as number:`` gives the step's number, and handles errors of lost ranks.
 
         Raises:
-            TypeError, ValueError: an invalid number.
+            TypeError: a state without these methods, or a number that is not an integer.
+            ValueError: an invalid number.
             DistBackendError: fewer ranks than ``min_size`` are left, too many changes in an hour, the only rank with
                 the state was lost, or a step has failed although no rank was lost; on every process.
         """
@@ -156,7 +157,14 @@ class ElasticJob:
             raise ValueError(
                 f"expected snapshot_every >= 1 and 0 <= start <= stop; got {snapshot_every}, {start}, {stop}"
             )
-        self._snapshot = Snapshot(state if isinstance(state, Mapping) else {"state": state})
+        named = state if isinstance(state, Mapping) else {"state": state}
+        for name, each in named.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(
+                    f"steps: {name!r} of type {type(each).__name__} has no state_dict and load_state_dict; expected a "
+                    "module, an optimizer or the like itself, or a dict of such objects"
+                )
+        self._snapshot = Snapshot(named)
         self._setup, self._every, self._stops = setup, snapshot_every, False
         self._snapshot.take(start)
         self._done, self._holds = start, self.rank is not None
