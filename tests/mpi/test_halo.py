@@ -85,7 +85,11 @@ def test_a_mesh_and_its_neighbours(rank, size):
     halo = dist.HaloExchange([size, 1], periodic=[True, False])
     assert halo.coordinates == (rank, 0)
     assert halo.neighbours(0) == ((rank - 1) % size, (rank + 1) % size)
-    assert halo.neighbours(1) == (None, None)
+    assert halo.neighbours(1) == halo.neighbours(-1) == (None, None)
+    with pytest.raises(ValueError, match="has no dimension 2"):
+        halo.neighbours(2)
+    with pytest.raises(TypeError, match="dim is None of type NoneType; expected an int"):
+        halo.neighbours(None)
     if dist.get_backend() != "gloo":
         mesh = dist.init_device_mesh("cpu", (1, size))
         other = dist.HaloExchange(mesh, periodic=True)

@@ -271,6 +271,8 @@ def test_a_tensor_is_written_in_place(rank, size):
         window.put(torch.full((1,), float(rank)), after, 3)
         dist.barrier()
         assert mine.tolist() == [[0, 0], [0, before]]
+        with pytest.raises(RuntimeError, match="not resizable"):  # others would write to the freed memory
+            mine.untyped_storage().resize_(0)
     assert mine[1, 1] == before
 
 
@@ -383,6 +385,8 @@ def test_numbers_of_other_types(rank, size):
         for value, text in ((1.5, "value is 1.5 of type float"), (1 << 70, "expected a number that torch.int64 has")):
             with pytest.raises(TypeError, match=text):
                 window.fetch_and_add(0, 0, value)
+        with pytest.raises(ValueError, match="its storage was freed"):
+            window.fetch_and_add(0, 0, freed())
         dist.barrier()
         assert not window.tensor.any()
         dist.barrier()
@@ -393,6 +397,8 @@ def test_numbers_of_other_types(rank, size):
     with dist.Window(1, torch.float32) as window:
         assert window.fetch_and_add(rank, 0, 1.5) == 0.0
         assert window.fetch_and_add(rank, 0, np.float32(1)) == 1.5
+        with pytest.raises(ValueError, match="its storage was freed"):
+            window.fetch_and_add(0, 0, freed())
     for dtype in ("float32", torch.quint8):
         with pytest.raises(TypeError, match="`dtype` is"):
             dist.Window(1, dtype)

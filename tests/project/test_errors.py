@@ -24,7 +24,7 @@ NOT_TEXTS = {"NoAnswerError"}  # whose constructor takes the parts of its messag
 SPEAKERS = {"add_hint", "warn", "abort", "revoke", "revoke_groups", "clear", "interrupt", "_interrupt", "end_receives"}
 MADE_BY = (BUILTIN | OURS | SPEAKERS | {"UnpicklingError"}) - NOT_TEXTS
 # functions that compose a message for others to raise
-COMPOSERS = {"headline", "message", "decide", "abort_on_exception"}
+COMPOSERS = {"headline", "message", "decide", "find_reason", "abort_on_exception"}
 LEFT_OUT = {
     "hpcdist/cli": "commands print their own errors on the command line",
     "stores/tcp/server/requests.py": "ends a client's connection; the client says why that may be",

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from hpcdist.beyond.elastic import elastic
 from hpcdist.beyond.membership import Report, Status, count_rivals, decide
 from hpcdist.beyond.snapshot import Snapshot
 
@@ -136,3 +137,18 @@ def test_a_snapshot_restores_every_bit_and_is_no_view():
         assert torch.equal(model.weight, after)
     snapshot.take(2)
     assert snapshot.step == 2
+
+
+def test_arguments_are_checked_before_they_are_needed() -> None:
+    """``max_changes_per_hour`` is, when a rank has died."""
+    for given in ({"spares": 1.0}, {"min_size": None}, {"max_changes_per_hour": None}):
+        with pytest.raises(TypeError, match="expected an int"):
+            elastic(**given)
+    for given in ({"stop": 3.0}, {"stop": 3, "start": None}, {"stop": 3, "snapshot_every": 1.5}):
+        with pytest.raises(TypeError, match="expected an int"):
+            next(elastic().steps({}, **given))
+    for state in (None, {"model": torch.nn.Linear(1, 1).state_dict()}):
+        with pytest.raises(TypeError, match="has no state_dict and load_state_dict; expected a module"):
+            next(elastic().steps(state, 3))
+    with pytest.raises(ValueError, match="snapshot_every >= 1"):
+        next(elastic().steps({}, 3, snapshot_every=0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 import hpcdist as dist
 from hpcdist.backends.mpi.process import open_mpi, runtime
+from hpcdist.core import memory_file
 from hpcdist.launch.environment import detect
 from tests import forked, programs
 
@@ -235,6 +237,29 @@ def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
 
 
 @pytest.mark.skipif(programs.LIBRARY == "none", reason="no mpirun")
+@pytest.mark.parametrize(
+    ("name", "free", "rank", "warns"),
+    [
+        ("MPICH", 1 << 20, "1", True),
+        ("MPICH", 2 << 20, "1", False),
+        ("MPICH", None, "1", False),  # no /dev/shm
+        ("MPICH", 0, "1", False),  # no limit
+        ("MPICH", 1 << 19, None, True),  # no launcher
+        ("Open MPI", 1, "1", False),
+    ],
+)
+def test_mpich_without_room_in_dev_shm_is_named_before_it_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, name: str, free: int | None, rank: str | None, warns: bool
+) -> None:
+    monkeypatch.setattr(memory_file, "free_bytes", lambda: free)
+    launch = rank and detect({"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALRANKID": rank})
+    mpi = SimpleNamespace(get_vendor=lambda: (name, (5, 0, 2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runtime.warn_of_little_memory(mpi, launch)
+    assert ["else MPICH may end in MPI_Init by SIGBUS" in str(each.message) for each in caught] == [True] * warns
+
+
 def test_mpi_starts_without_a_home() -> None:
     start = "from hpcdist.backends.mpi.process import runtime; runtime.world(); print('started')"
     done = programs.run(["env", "-u", "HOME", *forked.python(), "-c", start])

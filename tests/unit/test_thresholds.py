@@ -92,7 +92,17 @@ def test_a_folder_that_cannot_be_looked_into_has_no_file(home, monkeypatch):
     assert threshold_file.find() == ("", "", {})
 
 
-@pytest.mark.parametrize("content", ["not JSON", "[]", '{"Xeon": {"Some MPI": {"two": {}}}}', None])
+ROW = '{{"Xeon": {{"Some MPI": {{"{}": {{"all_reduce": {}}}}}}}}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("not JSON", "[]", "[" * 100_000, '{"Xeon": {"Some MPI": {"two": {}}}}', None),
+        *(ROW.format(*each) for each in [("0", 5), ("-2", 5), ("2", 0), ("2", -5), ("2", "Infinity"), ("2", "NaN")]),
+    ],
+    ids=lambda content: content and content[:60],
+)
 def test_an_unreadable_file_is_an_error(home, monkeypatch, content):
     path = home / "wrong.json"
     if content is not None:

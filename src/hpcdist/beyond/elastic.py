@@ -30,7 +30,7 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.group import Group
-from hpcdist.core.ranks import format_ranks
+from hpcdist.core.ranks import as_int, format_ranks
 from hpcdist.core.table import ALL_GATHER_SINGLE, BROADCAST
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD, default_group
@@ -59,7 +59,8 @@ class ElasticJob:
     """
 
     def __init__(self, spares: int, min_size: int, max_changes_per_hour: int) -> None:
-        self._spares, self._min_size, self._most = spares, min_size, max_changes_per_hour
+        self._spares, self._min_size = as_int(spares, "spares"), as_int(min_size, "min_size")
+        self._most = as_int(max_changes_per_hour, "max_changes_per_hour")
         self.rank: int | None = None
         self.size = self.changes = 0
         self._agreed_changes = 0
@@ -146,16 +147,24 @@ class ElasticJob:
             ``with step as number:`` gives the step's number, and handles errors of lost ranks.
 
         Raises:
+            TypeError: a state without these methods, or a number that is not an integer.
             ValueError: an invalid number.
             DistBackendError: fewer ranks than ``min_size`` are left, too many changes in an hour, the only rank with
-            the
-                state was lost, or a step has failed although no rank was lost; on every process.
+                the state was lost, or a step has failed although no rank was lost; on every process.
         """
-        if snapshot_every < 1 or not 0 <= start <= stop:
+        start, stop = as_int(start, "start"), as_int(stop, "stop")
+        if (snapshot_every := as_int(snapshot_every, "snapshot_every")) < 1 or not 0 <= start <= stop:
             raise ValueError(
                 f"expected snapshot_every >= 1 and 0 <= start <= stop; got {snapshot_every}, {start}, {stop}"
             )
-        self._snapshot = Snapshot(state if isinstance(state, Mapping) else {"state": state})
+        named = state if isinstance(state, Mapping) else {"state": state}
+        for name, each in named.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(
+                    f"steps: {name!r} of type {type(each).__name__} has no state_dict and load_state_dict; expected a "
+                    "module, an optimizer or the like itself, or a dict of such objects"
+                )
+        self._snapshot = Snapshot(named)
         self._setup, self._every, self._stops = setup, snapshot_every, False
         self._snapshot.take(start)
         self._done, self._holds = start, self.rank is not None
@@ -412,6 +421,9 @@ def elastic(spares: int = 0, min_size: int = 1, max_changes_per_hour: int = 20) 
 
     Returns:
         The job; see ``ElasticJob.steps``. Entering it raises ValueError if the numbers do not match the job.
+
+    Raises:
+        TypeError: a number that is not an integer.
 
     Source: MPI_Comm_revoke, MPI_Comm_shrink and MPI_Comm_agree of User-Level Failure Mitigation.
     """

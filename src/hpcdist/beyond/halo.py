@@ -34,6 +34,7 @@ from hpcdist.core.buffers import (
 from hpcdist.core.errors import MismatchError
 from hpcdist.core.group import Group
 from hpcdist.core.point_to_point import begin, between, check_message, check_one_dense
+from hpcdist.core.ranks import as_int
 from hpcdist.core.work import AllWork, Work
 
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper end
@@ -64,8 +65,7 @@ def exchange(
 
     Args:
         sends: the tensor for each receiver, by global rank; this rank is allowed. Two ranks must give each other as
-        many
-            ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
+            many ``sends`` as ``recvs``. Tensors may be strided, empty, of different dtypes, or NumPy arrays.
         recvs: the output for each sender, by global rank; at least as large as the message.
         group, async_op: as for ``all_reduce``, and so is the return value.
 
@@ -188,6 +188,8 @@ class HaloExchange:
 
     def neighbours(self, dim: int) -> tuple[int | None, int | None]:
         """Return the global ranks before and after this one in a dimension of the mesh, None beyond an end."""
+        if not -len(self.dims) <= (dim := as_int(dim, "dim")) < len(self.dims):
+            raise MismatchError(f"HaloExchange: the mesh of {self.dims} ranks has no dimension {dim}")
         before, after = (None if rank is None else self._group.ranks[rank] for rank in self._neighbours[dim])
         return before, after
 

@@ -129,8 +129,7 @@ def all_to_all_varied(tensors: Any, dim: int = 0, group: Any = None) -> Any:
 
     Args:
         tensors: one tensor for each rank, in rank order, of any number of rows, also 0; the other dimensions and the
-        dtype
-            are the same in all lists.
+            dtype are the same in all lists.
         dim, group: as for ``all_gather_varied``.
 
     Returns:

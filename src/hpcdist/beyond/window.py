@@ -46,7 +46,8 @@ class Window:
 
     Args:
         memory: the number of elements of this rank, zero at first, in memory that its node shares; or a contiguous
-            CPU tensor (or array) of this rank, which is written in place. The number may differ between ranks.
+            CPU tensor (or array) of this rank, which is written in place; torch refuses to resize its storage from then
+            on. The number may differ between ranks.
         dtype: of the elements, the same on all ranks; not used if ``memory`` is a tensor.
         group: the group; None for the default one.
 
@@ -223,6 +224,8 @@ class Window:
 
 def one_element(value: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return a caller's number as a tensor of one element; TypeError for others, or if it would lose a fraction."""
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided:
+        check_memory(value)
     if not (dtype.is_floating_point or dtype.is_complex):
         value = as_int(value, "value")
     try:

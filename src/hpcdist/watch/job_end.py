@@ -145,7 +145,7 @@ class Meeting:
         self.backend, self._limit, self._since = backend, limit, since  # of all of them
         self._lost = lost  # the number of processes lost since the start
 
-    def look(self, liveness: Liveness, now: float) -> str:
+    def find_reason(self, liveness: Liveness, now: float) -> str:
         """Kill stopped processes after a while, and return why the job must be aborted, or an empty text."""
         seconds, others = now - self._since, liveness.channel.others().values()
         if seconds >= STOPPED_SECONDS:
@@ -158,5 +158,9 @@ class Meeting:
                 which = ", ".join(map(str, gone))
                 return f"a process has ended that MPI does not count as dead (of {which}); the job is aborted"
         if seconds >= self._limit:
-            return f"not all processes of the job have come to its meeting after {seconds:.0f} s; it is aborted"
+            return (
+                f"not all processes of the job have come to its meeting after {seconds:.0f} s, and it is aborted; "
+                "expected the same numbers in steps() on all ranks, stop() in the same step, and steps that end within "
+                "the timeout"
+            )
         return ""

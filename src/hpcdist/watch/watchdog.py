@@ -172,7 +172,7 @@ class Watchdog:
         self.inspection.look(now)
         self.job_end.look(now)
         meeting = self.meeting  # the main thread may end it meanwhile
-        if meeting is not None and (reason := meeting.look(self.liveness, self.clock())):
+        if meeting is not None and (reason := meeting.find_reason(self.liveness, self.clock())):
             self.abort(meeting.backend, reason)
         self._end_failed()
         if now >= self._next_second:

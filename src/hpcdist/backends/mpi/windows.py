@@ -128,6 +128,7 @@ class MPIWindow(RemoteMemory):
             self.own = self._mapped[rank].zero_()
         else:
             self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
+            self.own.numpy()  # from now on torch refuses to resize its storage: others would write to freed memory
             with exclusively(communicator.comm):
                 self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
             self._windows.append(self._data)

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from hpcdist.launch.topology import processor
 
@@ -66,7 +67,7 @@ def read(path: Path) -> Content:
         content: Content = json.loads(path.read_text(encoding="utf-8"))
         for name in content.keys():  # noqa: SIM118  # a list, which has none, is not what tune wrote
             measured(content, name)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         expected = "expected the file that `python -m hpcdist tune` wrote"
         raise ValueError(f"thresholds of shared memory in {str(path)!r}: {error}; {expected}") from error
     return content
@@ -75,12 +76,19 @@ def read(path: Path) -> Content:
 def measured(content: Content, name: str) -> Measured:
     """Return a file's rows of one processor."""
     return {
-        (library, place if place in (SEVERAL, FLAT) else int(place)): {
-            row: NEVER if nbytes is None else int(nbytes) for row, nbytes in rows.items()
+        (library, place if place in (SEVERAL, FLAT) else positive(place)): {
+            row: NEVER if nbytes is None else positive(nbytes) for row, nbytes in rows.items()
         }
         for library, places in content.get(name, {}).items()
         for place, rows in places.items()
     }
+
+
+def positive(value: Any) -> int:
+    """Return a number of ranks or bytes; ValueError for less than one."""
+    if (number := int(value)) < 1:
+        raise ValueError(f"{value!r} is not a number of 1 or more")
+    return number
 
 
 def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> None:

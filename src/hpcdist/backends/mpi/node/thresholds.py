@@ -91,7 +91,7 @@ def number_of_bytes(text: str) -> int | None:
     """Return the bytes of a size such as 4, 64K or 16M, None if it is not a size."""
     unit = text[-1:].upper() if text[-1:].isalpha() else ""
     digits = text[:-1] if unit else text
-    return int(digits) * UNITS[unit] if unit in UNITS and digits.isdigit() else None
+    return int(digits) * UNITS[unit] if unit in UNITS and digits.isdecimal() else None
 
 
 def override(text: str) -> int | None:

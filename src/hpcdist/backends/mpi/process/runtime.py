@@ -16,6 +16,7 @@ import signal
 import stat
 import sys
 import time
+import warnings
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -27,7 +28,7 @@ from typing import Any
 from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
-from hpcdist.core import shutdown
+from hpcdist.core import memory_file, shutdown
 from hpcdist.core.errors import DistBackendError, add_hint, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
 from hpcdist.core.ranks import format_ranks
@@ -57,6 +58,7 @@ NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, o
 START_SECONDS: list[float] = []  # seconds that MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialized, and finalizes
 OF_EXIT: list[Any] = []  # the communicator of the exit barrier
+MPICH_BYTES = 1 << 20  # of each rank in /dev/shm: MPICH 5.0.2 ends by SIGBUS if it has less
 LIMITS: list[timedelta] = []  # the current limit of ``limit_start``
 os.register_at_fork(after_in_child=OWNED.clear)  # a forked child would finalize its parent's MPI
 
@@ -130,6 +132,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         home = os.path.expanduser("~")  # "~" of a user whom the system does not know
         os.environ.setdefault("HOME", home if os.path.isabs(home) else "/")
         check_launcher(MPI, detect())
+        warn_of_little_memory(MPI, detect())
         intel_mpi.prepare(MPI)
         leave_out_han()
         begin = time.monotonic()
@@ -216,6 +219,15 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
             f"without PMIx, by which this launcher connects its ranks. {remedy}"
         )
         raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
+
+
+def warn_of_little_memory(MPI: Any, launch: Launch | None) -> None:
+    """Warn if /dev/shm lacks what MPICH writes there in MPI_Init: the kernel would end this process, without a word."""
+    free = memory_file.free_bytes()
+    needed = MPICH_BYTES * (1 + ((launch.local_rank if launch else None) or 0))
+    if MPI.get_vendor()[0] == "MPICH" and free and free < needed:
+        text = f"{memory_file.no_room(os.uname().nodename, free, needed)}; else MPICH may end in MPI_Init by SIGBUS"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def check_world(MPI: Any, launch: Launch | None) -> None:
