@@ -344,7 +344,7 @@ def test_communicators_are_ended_in_one_order_on_all_ranks_and_forgotten_while_a
 
     class Peer(int):
         def __lt__(self, other):  # as they are put in order
-            made._forget()
+            made.forget()
             return False
 
         __gt__ = __lt__

@@ -29,7 +29,10 @@ constexpr auto CUDA = c10::DeviceType::CUDA;
 c10::Device current_device() { return {CUDA, c10::impl::VirtualGuardImpl(CUDA).getDevice().index()}; }
 emulated::Stream* current_stream(c10::Device device) {
   c10::impl::VirtualGuardImpl guard(CUDA);
-  return emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
+  auto before = guard.exchangeDevice(device);  // a default stream's handle is null, which means that of the current device
+  auto* stream = emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
+  guard.setDevice(before);
+  return stream;
 }
 void check(emulated::Code code) { TORCH_CHECK(code == 0, "CUDA error: ", emulated::text_of(code)); }
 

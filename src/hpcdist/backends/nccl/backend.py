@@ -356,7 +356,7 @@ class NCCLBackend(Backend):
         """Interrupt the calls under way, and drop the communicators."""
         super().abort(reason)
         if self.communicators.interrupt(reason):
-            self.communicators.close()
+            self.communicators.forget()
         self._forget(lambda peer: peer.abort(reason))
 
     def _forget(self, end: Callable[[Backend], None]) -> None:
