@@ -88,6 +88,7 @@ class TorchBackend(C10dBackend, Faults):
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU, for collectives, and for messages by peer
         self._failure: DistBackendError | None = None
+        self._is_untold = False  # as of ``Communicators``
         self.batch = Batch(self._launch)
 
     @classmethod
@@ -128,9 +129,8 @@ class TorchBackend(C10dBackend, Faults):
         self._check_live()
         streams = self._side(self._device_of(call))
         with streams.on_device():
-            if streams.is_capturing():
-                streams.is_in_graph = True
             super().run(apart(call))
+            streams.mark(streams.current())
 
     def start(self, call: Call) -> Work:
         """Queue one collective behind the work on the current stream."""
@@ -258,7 +258,7 @@ class TorchBackend(C10dBackend, Faults):
         """Abort the communicators, and end the calls under way with an error."""
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False
-        self._failure = DistBackendError(reason)
+        self._failure, self._is_untold = DistBackendError(reason), thread is not None
         for streams in list(self._streams.values()):  # a copy: another thread may add some meanwhile
             streams.failure = self._failure
         self.inner.abort()
@@ -269,11 +269,12 @@ class TorchBackend(C10dBackend, Faults):
     def abort(self, reason: str) -> None:
         """Abort the communicators, without the other ranks."""
         self.interrupt(reason)
+        self._is_untold = False
         with suppress(RuntimeError):
             super().abort(reason)
 
     def close(self) -> None:
-        """Wait for this rank's calls, and end the communicators and the store."""
+        """Wait for this rank's calls, and end the communicators and the store; raise an error that nobody has got."""
         if self.inner is not None and self._failure is None:
             for streams in self._streams.values():
                 streams.settle("destroy_process_group")
@@ -286,6 +287,8 @@ class TorchBackend(C10dBackend, Faults):
         if self._owned_peer is not None:
             owned, self._owned_peer = self._owned_peer, None
             owned.close()
+        if self._failure is not None and self._is_untold and self._failure.__traceback__ is None:
+            raise self._failure
 
 
 # the rows that are one call of torch's, and so may be launched together with others
