@@ -31,7 +31,7 @@ emulated::Stream* current_stream(c10::Device device) {
   c10::impl::VirtualGuardImpl guard(CUDA);
   auto before = guard.exchangeDevice(device);  // a default stream's handle is null, which means that of the current device
   auto* stream = emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
-  guard.setDevice(before);
+  guard.uncheckedSetDevice(before);
   return stream;
 }
 void check(emulated::Code code) { TORCH_CHECK(code == 0, "CUDA error: ", emulated::text_of(code)); }

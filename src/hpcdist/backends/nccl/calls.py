@@ -106,11 +106,12 @@ def apart(row: Row, rank: int, send: Any, recv: Any, counts: Any = None) -> Any:
 
     In place are the same memory twice, and a rank's share at its own place in the whole.
     """
-    if send is recv or send is None or recv is None or not overlap(send, recv):
+    exchanges = row in EXCHANGES
+    if (send is recv and not exchanges) or send is None or recv is None or not overlap(send, recv):
         return send
     share, whole = (send, recv) if send.nbytes < recv.nbytes else (recv, send)
     place = rank * share.nbytes if share.nbytes < whole.nbytes else 0
-    is_in_place = counts is None and row not in EXCHANGES and share.data_ptr() == whole.data_ptr() + place
+    is_in_place = counts is None and not exchanges and share.data_ptr() == whole.data_ptr() + place
     return send if is_in_place else send.clone()
 
 
