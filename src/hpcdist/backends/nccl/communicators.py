@@ -204,8 +204,8 @@ class Communicators(Faults):
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """End the communicators and the calls under way on them, without the other ranks; any thread may call.
 
-        Later calls, and ``wait()`` of the ended ones, raise DistBackendError; so does ``close`` if the watchdog, which
-        names a thread, has ended a call and none of them has. Returns False while the communicators are destroyed, which
+        Later calls, and ``wait()`` of the ended ones, raise DistBackendError; so does ``close`` if none of them has and
+        the watchdog, which names a thread, has ended a call. Returns False while the communicators are destroyed, which
         cannot be interrupted.
         """
         with self._using(STUCK_SECONDS):
