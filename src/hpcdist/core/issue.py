@@ -306,7 +306,9 @@ def stage(pg: Group, call: Call, async_op: bool, only_checks: bool = False) -> t
         if output.dtype is not dtype:
             dtype = same_dtype(given, output)
         if not (given.is_cpu and output.is_cpu) and given.device.type != output.device.type:
-            raise MismatchError(f"{row.name}: tensors must be on one device, found {given.device} and {output.device}")
+            raise MismatchError(
+                f"{row.name}: tensors must be on one device type, found {given.device} and {output.device}"
+            )
     backend = pg.cpu if either.is_cpu and pg.cpu is not None else pg.backend(either.device)
     if row.reduces:
         if op.__class__ is not RedOpType:
