@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.mutants import PYTEST, Mutant, copy_project, run, try_all
 
 EMULATED = (*PYTEST, "-p", "tests.emulated_gpu.plugin", "--with-mpi")
-STREAMS, BACKEND, COMMUNICATORS = "streams.py", "backend.py", "communicators.py"
+STREAMS, BACKEND, COMMUNICATORS, CALLS = "streams.py", "backend.py", "communicators.py", "calls.py"
 
 # file of the backend, a part of it that occurs once, what stands there instead
 LINES = [
@@ -64,7 +64,13 @@ LINES = [
     ),
     (BACKEND, "(queue, finish), nbytes)", "(queue,), nbytes)"),
     (BACKEND, "(queue, finish), nbytes)", "(finish,), nbytes)"),
-    (BACKEND, "            send = send.clone()  #", "            pass  #"),
+    (CALLS, "    return send if is_in_place else send.clone()\n", "    return send\n"),
+    (BACKEND, "        send = apart(row, self.rank, send, recv, counts)\n", ""),
+    (
+        BACKEND,
+        "            queue = partial(function, apart(row, self.rank, send, recv), recv",
+        "            queue = partial(function, send, recv",
+    ),
     (BACKEND, "                link.streams.mark(current)\n", ""),
     (COMMUNICATORS, "                raise self.ended\n            try:", "                pass\n            try:"),
     (COMMUNICATORS, "            if self.ended is not None or self._is_ending:\n                return None\n", ""),

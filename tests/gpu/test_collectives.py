@@ -7,6 +7,7 @@ import torch.distributed as c10d
 import hpcdist as dist
 from hpcdist.backends.nccl import calls
 from hpcdist.backends.nccl.library import load
+from hpcdist.c10d.coalescing import _coalescing_manager
 from hpcdist.core.reduction import KIND_OF
 from hpcdist.core.table import ALL_REDUCE, ROWS
 from tests.mpi.expected import MOVING, OPS, PAIRS, ids, mathematics, same, values, widened
@@ -129,6 +130,95 @@ def test_in_place_empty_strided_and_large(group, rank, size, device):
     large = torch.ones(1 << 24, device=device)
     dist.all_reduce(large, group=group)
     assert bool((large == size).all())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("place", ["own", "next", "across"])
+def test_input_and_output_that_share_memory(group, is_async, place, rank, size, device):
+    length, everyones = 3, [torch.arange(3.0) + 10 * each for each in range(size)]
+    start = {
+        "own": rank * length,
+        "next": (rank + 1) % size * length,
+        "across": (rank * length + 1) % (size * length - 2),
+    }
+
+    def run(call, *args):
+        work = call(*args, group=group, async_op=is_async)
+        if work is not None:
+            work.wait()
+
+    for _ in range(3):  # a call that comes again goes another way
+        whole = torch.empty(size * length, device=device)
+        share = whole[start[place] :][:length]
+        share.copy_(everyones[rank])
+        run(dist.all_gather_into_tensor, whole, share)
+        assert whole.tolist() == torch.cat(everyones).tolist()
+        whole = torch.arange(float(size * length), device=device) + rank
+        share = whole[start[place] :][:length]
+        run(dist.reduce_scatter_tensor, share, whole)
+        assert share.tolist() == [size * (rank * length + each) + sum(range(size)) for each in range(length)]
+        memory = torch.arange(2.0 * size, device=device) + 100 * rank
+        run(dist.all_to_all_single, memory[size // 2 :][:size], memory[:size])
+        assert memory[size // 2 :][:size].tolist() == [100 * each + rank for each in range(size)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_calls_without_elements(group, is_async, rank, size, device):
+    """No rank leaves a call out that another one makes."""
+    empty, work = torch.empty(2, 0, device=device), None
+    for root in range(size):
+        gathered = [torch.empty(2, 0, device=device) for _ in range(size)] if rank == root else None
+        dist.gather(empty, gathered, root, group, is_async)
+        dist.scatter(torch.empty(2, 0, device=device), gathered, root, group, is_async)
+        sent = torch.arange(float(size), device=device) if rank == root else torch.empty(0, device=device)
+        received = torch.empty(1, device=device)
+        splits = [int(each == root) for each in range(size)], [int(rank == root)] * size
+        work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=is_async)
+        if is_async:
+            work.wait()
+        assert received.tolist() == [rank]
+
+
+def test_the_first_call_is_an_exchange_in_which_a_rank_has_no_part(group, rank, size, device):
+    """It connects the ranks, that one too."""
+    made = dist.new_group(backend=group.config)
+    nothing, last = torch.empty(0, device=device), size - 1
+    sizes = [int(rank != last and each != last) for each in range(size)]
+    received = torch.empty(sum(sizes), device=device)
+    dist.all_to_all_single(received, torch.ones(sum(sizes), device=device), sizes, sizes, group=made)
+    dist.barrier()
+    assert received.tolist() == [1] * sum(sizes)
+    dist.all_to_all_single(nothing, nothing, [0] * size, [0] * size, group=made)
+    dist.destroy_process_group(made)
+
+
+def test_what_a_rank_stages_does_not_order_calls_that_are_launched_together(group, rank, size, device):
+    for _ in range(2):
+        whole, total = torch.empty(size * 3, device=device), torch.full((3,), float(rank), device=device)
+        share = whole[(rank + 1) % size * 3 :][:3] if rank == 0 else torch.empty(3, device=device)
+        share.fill_(rank)
+        with _coalescing_manager(group, device, async_ops=True) as manager:
+            dist.all_gather_into_tensor(whole, share, group)
+            dist.all_reduce(total, group=group)
+        manager.wait()
+        assert whole.view(size, 3)[:, 0].tolist() == list(range(size))
+        assert total.tolist() == [sum(range(size))] * 3
+
+
+def test_a_list_of_tensors_on_several_devices(group, rank, size, device):
+    mine, mixed = torch.zeros(3, device=device), [torch.zeros(3), *(torch.zeros(3, device=device) for _ in range(size))]
+    mixed = mixed[:size]
+    calls = [
+        lambda: dist.reduce_scatter(mine, mixed, group=group),
+        lambda: dist.scatter(mine, mixed, rank, group),
+        lambda: dist.gather(mine, mixed, rank, group),
+        lambda: dist.all_gather(mixed, mine, group),
+        lambda: dist.all_to_all(mixed, [mine] * size, group),
+        lambda: dist.all_to_all([mine] * size, mixed, group),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"on (the same|one) device"):
+            call()
 
 
 def test_objects_do_not_touch_the_gpu(group, rank, size, device):

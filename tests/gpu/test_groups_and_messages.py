@@ -1,6 +1,7 @@
 """Messages, grouped calls, subgroups and the end of groups on NCCL."""
 
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -215,3 +216,24 @@ def test_options_reach_nccl(world, rank, size, device, monkeypatch):
     dist.all_reduce(tensor, group=plain)
     assert len(made) == 2
     dist.destroy_process_group(plain)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_end_raises_the_error_of_a_call_that_nobody_got(two_ranks, is_told, rank, device):
+    """A synchronous call has no Work, and there may be no later call."""
+    group, tensor = dist.new_group(timeout=timedelta(seconds=3)), torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    error = pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce")
+    if rank == 0:
+        dist.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()  # until the watchdog ends the kernel
+        if is_told:
+            with error:
+                dist.all_reduce(tensor, group=group)
+    dist.barrier()
+    if rank != 0:
+        group.backend("cuda").faults.interrupt("it never came")
+    with error if rank == 0 and not is_told else nullcontext():
+        dist.destroy_process_group(group)

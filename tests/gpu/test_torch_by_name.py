@@ -72,3 +72,17 @@ def test_an_abort(world, rank, size, device):
             work.wait()
     dist.all_reduce(tensor)  # the world goes on
     dist.barrier()
+
+
+def test_the_watchdog_sees_a_synchronous_call(group, gate, device):
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    backend = group.backend("cuda")
+    assert backend.outstanding() is None
+    gate.close()
+    dist.all_reduce(tensor, group=group)
+    assert backend.outstanding() is not None
+    gate.open()
+    torch.cuda.synchronize()
+    assert backend.outstanding() is None

@@ -57,19 +57,19 @@ def test_a_coalescing_manager_launches_all_kinds_of_calls_at_its_end(rank, size,
     sent = torch.full((COUNT,), float(rank), device=device)
     strided = torch.full((2 * COUNT,), float(rank), device=device)[::2]
     gathered = [torch.empty(2 * COUNT, device=device)[::2] for _ in range(size)]
-    ours = torch.ones(COUNT, device=device)
+    ours, other = torch.ones(COUNT, device=device), torch.full((COUNT,), float(rank), device=device)
     on_cpu = torch.ones(3)
     torch.cuda._sleep(SLEEP_CYCLES)
     with _coalescing_manager(device=device, async_ops=True) as manager:
         c10d.broadcast(strided, root)
         c10d.all_gather(gathered, sent)
-        asked = c10d.broadcast(sent, root, async_op=True)
+        asked = c10d.broadcast(other, root, async_op=True)
         dist.all_reduce(ours)
         dist.all_reduce(on_cpu)
     manager.wait()
     assert asked.wait()
     assert bool((strided == root).all())
-    assert bool((sent == root).all())
+    assert bool((other == root).all())
     assert [each[0].item() for each in gathered] == list(range(size))
     assert bool((ours == size).all())
     assert on_cpu.tolist() == [size] * 3

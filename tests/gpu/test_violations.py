@@ -53,6 +53,39 @@ def test_memory_that_is_given_back_in_order(way, noted, device):
     assert noted() == ""
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_memory_that_two_streams_use(is_ordered, noted, device):
+    side, tensor = torch.cuda.Stream(), torch.zeros(1000, device=device)
+    side.wait_stream(torch.cuda.current_stream())
+    tensor + 1  # both only read it
+    with torch.cuda.stream(side):
+        tensor + 1
+    assert noted() == ""
+    tensor += 1
+    if is_ordered:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        doubled = tensor * 2
+    assert ("nothing orders the two" in noted()) is not is_ordered
+    del doubled
+
+
+def test_parts_of_one_launch_that_use_the_same_memory(noted, alone, device):
+    library, tensor = load(), torch.ones(6, device=device)
+    bindings, handle, place = library.bindings, library.bindings.Comm(alone.ptr), tensor.data_ptr()
+    torch.cuda.synchronize()
+    bindings.all_reduce(place, place, 3, 7, 0, handle, 0)
+    assert noted() == ""
+    bindings.all_reduce(place, place + 4, 3, 7, 0, handle, 0)
+    with library.core.group():
+        bindings.all_reduce(place, place, 3, 7, 0, handle, 0)
+        bindings.all_reduce(place + 8, place + 8, 3, 7, 0, handle, 0)
+    text = noted()
+    assert "which it of the same launch uses too" in text
+    assert "which all_reduce of the same launch uses too" in text
+    alone.destroy()
+
+
 def test_a_communicator_that_is_used_after_its_end(noted, alone, device):
     tensor = torch.ones(3, device=device)
     bindings = load().bindings

@@ -72,9 +72,10 @@ def test_calls_that_have_ended_are_let_go_of_and_their_events_used_again(backend
     gate.open()
 
 
-def test_calls_that_are_launched_together_give_their_event_back_once(group, backend, link, call):
+def test_calls_that_are_launched_together_give_their_event_back_once(group, backend, link, device):
+    tensors = [torch.ones(2, device=device) for _ in range(3)]
     with group.grouped():
-        works = [call() for _ in range(3)]
+        works = [dist.all_reduce(each, group=group, async_op=True) for each in tensors]
         with pytest.raises(dist.DistBackendError, match="wait after it"):
             works[0].wait()
     torch.cuda.synchronize()
@@ -344,7 +345,7 @@ def test_communicators_are_ended_in_one_order_on_all_ranks_and_forgotten_while_a
 
     class Peer(int):
         def __lt__(self, other):  # as they are put in order
-            made._forget()
+            made.forget()
             return False
 
         __gt__ = __lt__

@@ -33,7 +33,7 @@ from hpcdist.core.backend_parts import Faults
 from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.errors import DistBackendError, add_hint
-from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, REDUCE, REDUCE_SCATTER_SINGLE
+from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge import private_names
@@ -88,6 +88,7 @@ class TorchBackend(C10dBackend, Faults):
         self._owned_peer: Backend | None = None
         self._streams: dict[tuple[int, int | None], Streams] = {}  # of a GPU, for collectives, and for messages by peer
         self._failure: DistBackendError | None = None
+        self._is_untold = False  # as of ``Communicators``
         self.batch = Batch(self._launch)
 
     @classmethod
@@ -128,9 +129,8 @@ class TorchBackend(C10dBackend, Faults):
         self._check_live()
         streams = self._side(self._device_of(call))
         with streams.on_device():
-            if streams.is_capturing():
-                streams.is_in_graph = True
-            super().run(call)
+            super().run(apart(call))
+            streams.mark(streams.current())
 
     def start(self, call: Call) -> Work:
         """Queue one collective behind the work on the current stream."""
@@ -138,6 +138,7 @@ class TorchBackend(C10dBackend, Faults):
         if is_barrier:
             token = torch.zeros(1, device=self.device)
             call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
+        call = apart(call)
         streams = self._side(self._device_of(call))
         work = StreamWork(PendingCall(streams, streams.current(), (call,), call.nbytes), call.shown(), None, is_barrier)
 
@@ -173,17 +174,16 @@ class TorchBackend(C10dBackend, Faults):
                     recv.copy_(target)
                 return
             options = self._options(c10d.ReduceScatterOptions, reduceOp=op)
-            source = send.clone() if overlap(send, recv) else send
-            self.inner._reduce_scatter_base(recv.view(-1), source.view(-1), options).wait()
+            self.inner._reduce_scatter_base(recv.view(-1), send.view(-1), options).wait()
             return
         super()._reduce(call)
 
     def _move(self, call: Call) -> None:
         row, send, recv, *_ = call
-        if row is ALL_GATHER_SINGLE and send.numel() and not overlap(send, recv):
+        if row is ALL_GATHER_SINGLE and send.numel():
             options = self._options(private_names.all_gather_options)
             self.inner._allgather_base(as_bytes(recv), as_bytes(send), options).wait()
-        elif recv is None or recv.numel() or (send is not None and send.numel()):
+        elif call.nbytes or row in EXCHANGES:  # of those one rank's part may be empty, and another's not
             super()._move(call)
 
     # -- messages --------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class TorchBackend(C10dBackend, Faults):
         """Abort the communicators, and end the calls under way with an error."""
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False
-        self._failure = DistBackendError(reason)
+        self._failure, self._is_untold = DistBackendError(reason), thread is not None
         for streams in list(self._streams.values()):  # a copy: another thread may add some meanwhile
             streams.failure = self._failure
         self.inner.abort()
@@ -269,11 +269,12 @@ class TorchBackend(C10dBackend, Faults):
     def abort(self, reason: str) -> None:
         """Abort the communicators, without the other ranks."""
         self.interrupt(reason)
+        self._is_untold = False
         with suppress(RuntimeError):
             super().abort(reason)
 
     def close(self) -> None:
-        """Wait for this rank's calls, and end the communicators and the store."""
+        """Wait for this rank's calls, and end the communicators and the store; raise an error that nobody has got."""
         if self.inner is not None and self._failure is None:
             for streams in self._streams.values():
                 streams.settle("destroy_process_group")
@@ -286,10 +287,20 @@ class TorchBackend(C10dBackend, Faults):
         if self._owned_peer is not None:
             owned, self._owned_peer = self._owned_peer, None
             owned.close()
+        if self._failure is not None and self._is_untold and self._failure.__traceback__ is None:
+            raise self._failure
 
 
 # the rows that are one call of torch's, and so may be launched together with others
 DIRECT = (ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE, ALL_REDUCE)
+
+
+def apart(call: Call) -> Call:
+    """Return a call whose input shares no memory with its output, unless they are one tensor."""
+    send, recv = call.send, call.recv
+    if send is recv or send is None or recv is None or not overlap(send, recv):
+        return call
+    return call._replace(send=send.clone())
 
 
 def is_direct(call: Call) -> bool:
@@ -299,4 +310,4 @@ def is_direct(call: Call) -> bool:
         return False
     if row is ALL_REDUCE:
         return recv is send and TorchBackend._is_native(send.dtype, op)
-    return not overlap(send, recv) and (not row.reduces or TorchBackend._is_native(send.dtype, op))
+    return not row.reduces or TorchBackend._is_native(send.dtype, op)

@@ -492,9 +492,19 @@ def counts_in(dtype: torch.dtype, tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor.nbytes // dtype.itemsize for tensor in tensors]
 
 
+def one_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of the tensors of a list; raise c10d's error if there are several."""
+    device = tensors[0].device
+    if any(tensor.device != device for tensor in tensors):
+        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise MismatchError(f"the tensors of one call must be on the same device; found {found}")
+    return device
+
+
 def concatenate(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensors' elements one after another, in the dtype in which they travel (``same_dtype``)."""
     check_memory(*tensors)
+    one_device(tensors)
     return cat([(tensor if tensor.dtype is dtype else as_real(tensor)).reshape(-1) for tensor in tensors])
 
 
@@ -508,16 +518,9 @@ def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def allocate_flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory for the elements of all tensors, in the dtype in which they travel (``same_dtype``).
-
-    Raises c10d's error for tensors on several GPUs.
-    """
+    """Return memory for the elements of all tensors, in the dtype in which they travel (``same_dtype``)."""
     check_memory(*tensors)
-    device = tensors[0].device
-    if device.type == "cuda" and any(tensor.device != device for tensor in tensors):
-        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
-        raise MismatchError(f"the tensors of one call must be on the same device; found {found}")
-    return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=device)
+    return torch.empty(sum(counts_in(dtype, tensors)), dtype=dtype, device=one_device(tensors))
 
 
 def make_unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

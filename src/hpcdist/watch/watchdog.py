@@ -40,7 +40,7 @@ from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.calls_under_way import REMAKING, State, UnderWay, under_way
 from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
-from hpcdist.watch.escalation import end_blocked, end_in_background
+from hpcdist.watch.escalation import NO_THREAD, end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
 from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
@@ -219,7 +219,7 @@ class Watchdog:
             for backend in group.in_use():
                 if (failure := backend.faults.check_async()) is not None:
                     self.say(f"group {group.group_name!r}: {failure}")
-                    backend.faults.interrupt(str(failure))
+                    backend.faults.interrupt(str(failure), NO_THREAD)
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGINT:

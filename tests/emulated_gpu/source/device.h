@@ -65,9 +65,11 @@ bool traces();
 // -- memory (memory.cpp) ---------------------------------------------------------------------------
 // The host cannot read a device address; bytes_at() says where its bytes are.
 enum class Kind { Unknown, Host, Device };
+enum class Use { Read, Write, Scattered };  // Scattered: some of the bytes only, so that others may use those between
 struct Range {
   const void* start;
   size_t size;
+  Use use = Use::Read;
 };
 Code allocate(void** out, size_t size);
 Code release(void* pointer);

@@ -110,16 +110,16 @@ Code copy(void* to, const void* from, size_t size, Stream* stream, bool blocks) 
   Code code;
   if (source == Kind::Unknown && target == Kind::Device) {  // pageable memory is staged before the call returns
     auto staged = std::make_shared<std::vector<char>>((char*)source_bytes, (char*)source_bytes + size);
-    code = enqueue(stream, [=] { memcpy(target_bytes, staged->data(), size); }, {{to, size}}, "a copy to the device");
+    code = enqueue(stream, [=] { memcpy(target_bytes, staged->data(), size); }, {{to, size, Use::Write}}, "a copy to the device");
   } else {
-    code = enqueue(stream, [=] { memmove(target_bytes, source_bytes, size); }, {{to, size}, {from, size}}, "a copy");
+    code = enqueue(stream, [=] { memmove(target_bytes, source_bytes, size); }, {{to, size, Use::Write}, {from, size}}, "a copy");
     if (target == Kind::Unknown) blocks = true;  // the host waits for what goes to pageable memory
   }
   return code ? code : blocks && !capture_status(stream) ? synchronize(stream) : OK;
 }
 Code fill(void* to, int value, size_t size, Stream* stream, bool blocks) {
   void* bytes = bytes_at(to);
-  Code code = enqueue(stream, [=] { memset(bytes, value, size); }, {{to, size}}, "a fill");
+  Code code = enqueue(stream, [=] { memset(bytes, value, size); }, {{to, size, Use::Write}}, "a fill");
   return code ? code : blocks ? synchronize(stream) : OK;
 }
 }  // namespace emulated

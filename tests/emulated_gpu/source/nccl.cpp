@@ -221,8 +221,35 @@ void run_all(Communicator* comm, const std::vector<Call>& calls) {
 }
 
 // -- launches --------------------------------------------------------------------------------------
+// Whether a call's two buffers lie as NCCL's call in place wants them.
+bool is_in_place(const Call& call) {
+  size_t place = call.comm->rank * call.count * SIZES[call.type];
+  switch (call.kind) {
+    case ALL_REDUCE: case REDUCE: case BROADCAST: return call.send == call.recv;
+    case ALL_GATHER: case GATHER: return call.send == call.recv + place;
+    case REDUCE_SCATTER: case SCATTER: return call.recv == call.send + place;
+    default: return false;
+  }
+}
+// Kernels read and write in any order: what one call of a launch writes, no other part of it may use.
+void check_overlaps(const std::vector<Call>& calls) {
+  for (size_t i = 0; i < calls.size(); i++)
+    for (const Range& written : calls[i].touched)
+      for (size_t j = 0; j < calls.size() && written.use == Use::Write; j++)
+        for (const Range& other : calls[j].touched) {
+          if (&other == &written || !other.size || !written.size || (i == j && is_in_place(calls[i]))) continue;
+          // torch's pipelining connects its neighbours by messages of one element, all into the same
+          if (calls[i].kind == SEND && other.use == Use::Write && other.start == written.start) continue;
+          auto begin = (const char*)written.start, start = (const char*)other.start;
+          if (begin < start + other.size && start < begin + written.size)
+            violation("NCCL: %s writes %zu bytes at %p, which %s of the same launch uses too (%zu bytes at %p)",
+                      NAMES[calls[i].kind], written.size, written.start, i == j ? "it" : NAMES[calls[j].kind],
+                      other.size, other.start);
+        }
+}
 Result submit(Communicator* comm, std::vector<Call> calls) {
   if (comm->shared.aborted) return fail(INVALID_USAGE, "the communicator was aborted");
+  check_overlaps(calls);
   Stream* stream = calls[0].stream;
   std::vector<Stream*> others;
   std::vector<Range> touched;
@@ -281,7 +308,7 @@ Result take(CallKind kind, bool sends, const void* send, void* recv, size_t coun
     return fail(INVALID_ARGUMENT, name + ": recvbuff is not device memory, or too short");
   Call call{kind, sends, (char*)bytes_at(send), (char*)bytes_at(recv), count, type, op, root, comm, nullptr, {}, {}};
   if (op >= PREDEFINED_OPS) call.factor = comm->factors[op - PREDEFINED_OPS];
-  call.touched = {{send, bytes * send_shares}, {recv, bytes * recv_shares}};
+  call.touched = {{send, bytes * send_shares}, {recv, bytes * recv_shares, Use::Write}};
   OnDevice guard(comm);
   call.stream = stream_of(stream);
   if (!call.stream) return fail(INVALID_ARGUMENT, name + ": no such stream");

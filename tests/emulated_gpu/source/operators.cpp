@@ -29,7 +29,10 @@ constexpr auto CUDA = c10::DeviceType::CUDA;
 c10::Device current_device() { return {CUDA, c10::impl::VirtualGuardImpl(CUDA).getDevice().index()}; }
 emulated::Stream* current_stream(c10::Device device) {
   c10::impl::VirtualGuardImpl guard(CUDA);
-  return emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
+  auto before = guard.exchangeDevice(device);  // a default stream's handle is null, which means that of the current device
+  auto* stream = emulated::stream_of(guard.getStreamNativeHandle(guard.getStream(device)));
+  guard.uncheckedSetDevice(before);
+  return stream;
 }
 void check(emulated::Code code) { TORCH_CHECK(code == 0, "CUDA error: ", emulated::text_of(code)); }
 
@@ -53,10 +56,11 @@ Tensor shape_of(const Tensor& tensor) {
   auto options = tensor.options().device(c10::kMeta).requires_grad(false);
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
-void note_range(const Tensor& tensor, std::vector<Range>& ranges) {
+void note_range(const Tensor& tensor, std::vector<Range>& ranges, emulated::Use use) {
   if (!is_on_device(tensor) || !tensor.numel()) return;
   size_t size = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
-  ranges.push_back({tensor.const_data_ptr(), size});
+  bool is_dense = tensor.is_non_overlapping_and_dense();
+  ranges.push_back({tensor.const_data_ptr(), size, is_dense ? use : emulated::Use::Scattered});
 }
 
 template <class F>
@@ -103,6 +107,12 @@ struct Plan {
   std::vector<int> written;  // by return value: the argument that it is, or -1
   std::vector<int> outs;     // the arguments that an out= variant writes
 };
+bool is_written(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (!alias) return false;
+  const auto& elements = alias->containedTypes();  // of a list
+  return alias->isWrite() || std::any_of(elements.begin(), elements.end(), [](const auto& each) { return each.isWrite(); });
+}
 Plan make_plan(const c10::OperatorHandle& op) {
   Plan plan;
   const auto& schema = op.schema();
@@ -210,11 +220,13 @@ void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     return;
   }
   std::vector<Range> touched;
-  auto note = [&](const Tensor& tensor) { note_range(tensor, touched); };
-  for (const IValue& value : arguments) each_tensor(value, note);
+  for (size_t i = 0; i < arguments.size(); i++) {
+    auto use = is_written(op.schema().arguments()[i]) ? emulated::Use::Write : emulated::Use::Read;
+    each_tensor(arguments[i], [&](const Tensor& tensor) { note_range(tensor, touched, use); });
+  }
   Stack targets;
   for (const IValue& value : *results) {
-    each_tensor(value, note);
+    each_tensor(value, [&](const Tensor& tensor) { note_range(tensor, touched, emulated::Use::Write); });
     targets.push_back(mapped(value, host_view, c10::Device(c10::kCPU)));
   }
   auto task = [op, on_host, targets, written = plan.written, name, index = device.index()] {
@@ -247,8 +259,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor target = host_view(self);
   Tensor values = from.is_cpu() && !from.is_pinned() ? from.clone() : host_view(from);
   std::vector<Range> touched;
-  note_range(self, touched);
-  note_range(from, touched);
+  note_range(self, touched, emulated::Use::Write);
+  note_range(from, touched, emulated::Use::Read);
   auto task = [=] {
     at::AutoDispatchBelowADInplaceOrView guard;
     Tensor written = target;

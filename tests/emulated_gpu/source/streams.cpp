@@ -15,6 +15,7 @@ struct Access {  // device memory that a queued task uses
   size_t stream;
   uint64_t task;
   const char* what;
+  Use use;
 };
 std::mutex order;  // of all clocks, of accesses and of free memory
 Clock host;        // what the host has seen the end of
@@ -111,6 +112,23 @@ void order_with_default(Stream* stream) {
 bool overlaps(uintptr_t begin, uintptr_t end, const Access& access) {
   return access.begin < end && begin < access.end;
 }
+// Whether the next task of a stream comes after an access. The caller holds `order`.
+bool is_after(const Stream* stream, const Access& access) {
+  return access.stream == stream->number || access.task <= tasks_of(stream->clock, access.stream) ||
+         access.task <= tasks_of(host, access.stream);
+}
+// The caller holds `order`.
+void check_race(Stream* stream, const Access& mine) {
+  for (const Access& each : accesses) {
+    if (each.use == Use::Scattered || mine.use == Use::Scattered) continue;
+    if (each.use == Use::Read && mine.use == Use::Read) continue;
+    if (!overlaps(mine.begin, mine.end, each) || is_after(stream, each)) continue;
+    const char* done[] = {"reads", "writes"};
+    violation("%s %s memory at %p on stream %llu, which %s %s on another stream: nothing orders the two", mine.what,
+              done[int(mine.use)], (void*)mine.begin, (unsigned long long)stream->id, each.what, done[int(each.use)]);
+    break;
+  }
+}
 
 // The caller holds `order`.
 void note_accesses(Stream* stream, const std::vector<Range>& touched, const char* what) {
@@ -121,7 +139,9 @@ void note_accesses(Stream* stream, const std::vector<Range>& touched, const char
     if (free != taken_back.begin() && std::prev(free)->second > begin)
       violation("%s begins on stream %llu and uses %zu bytes at %p, which torch's allocator has taken back", what,
                 (unsigned long long)stream->id, range.size, range.start);
-    accesses.push_back({begin, end, stream->number, stream->clock[stream->number], what});
+    Access access{begin, end, stream->number, stream->clock[stream->number], what, range.use};
+    check_race(stream, access);
+    accesses.push_back(access);
   }
   if (accesses.size() < prune_at) return;
   accesses.erase(std::remove_if(accesses.begin(), accesses.end(),
@@ -158,8 +178,7 @@ void memory_taken_back(const void* pointer, size_t size, void* handle, int devic
   std::lock_guard<std::mutex> guard(order);
   auto begin = uintptr_t(pointer), end = begin + size;
   for (const Access& each : accesses) {
-    if (!overlaps(begin, end, each) || each.task <= tasks_of(host, each.stream)) continue;
-    if (each.stream == stream->number || each.task <= tasks_of(stream->clock, each.stream)) continue;
+    if (!overlaps(begin, end, each) || is_after(stream, each)) continue;
     violation("memory at %p (%zu bytes) was given back to stream %llu while %s on another stream may still use it: "
               "nothing orders that stream before this one",
               pointer, size, (unsigned long long)stream->id, each.what);

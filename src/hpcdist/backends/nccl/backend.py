@@ -15,7 +15,7 @@ import torch
 
 from hpcdist.backends.nccl import bootstrap as finding
 from hpcdist.backends.nccl import datatypes, variables
-from hpcdist.backends.nccl.calls import Function, calls_of, message, premultiplied
+from hpcdist.backends.nccl.calls import Function, apart, calls_of, message, premultiplied
 from hpcdist.backends.nccl.communicators import Communicators, Link
 from hpcdist.backends.nccl.library import Library, check_gpu, config_of, load
 from hpcdist.backends.nccl.streams import Batch, Held, PendingCall, Streams, StreamWork, oldest
@@ -165,10 +165,11 @@ class NCCLBackend(Backend):
             if self.batch.is_open:
                 self.run(Call(row, send, recv, op, root))
                 return
-            self._run(link, name, partial(function, send, recv, *rest))
+            self._run(link, name, partial(function, apart(row, self.rank, send, recv), recv, *rest))
 
         def start(send: torch.Tensor, recv: torch.Tensor) -> Work:
-            return self._start(link, name, partial(function, send, recv, *rest), None, [recv], nbytes)
+            queue = partial(function, apart(row, self.rank, send, recv), recv, *rest)
+            return self._start(link, name, queue, None, [recv], nbytes)
 
         return run, start
 
@@ -233,8 +234,7 @@ class NCCLBackend(Backend):
             is_in_place = send is recv
             send = None if send is None else datatypes.as_moved(send)
             recv = send if is_in_place else None if recv is None else datatypes.as_moved(recv)
-        if row in EXCHANGES and send.data_ptr() == recv.data_ptr():
-            send = send.clone()  # NCCL exchanges between two buffers only
+        send = apart(row, self.rank, send, recv, counts)
         if counts is None:
             if given.numel() == 0:
                 return nothing
@@ -356,7 +356,7 @@ class NCCLBackend(Backend):
         """Interrupt the calls under way, and drop the communicators."""
         super().abort(reason)
         if self.communicators.interrupt(reason):
-            self.communicators.close()
+            self.communicators.forget()
         self._forget(lambda peer: peer.abort(reason))
 
     def _forget(self, end: Callable[[Backend], None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcdist.backends.nccl.library import GATHERS_SINCE, Library
+from hpcdist.core.buffers import overlap
 from hpcdist.core.table import ALL_GATHER, EXCHANGES, GATHER, REDUCE_SCATTER, ROWS, SCATTER, Row, Shape
 
 
@@ -98,6 +99,20 @@ def scatter(on: Where, send: Any, recv: Any, datatype: int, op: Any, root: int, 
     count, is_root = recv.numel(), on.rank == root
     shares = [count * is_root] * on.size, [count * (peer == root) for peer in range(on.size)]
     all_to_all(on, send if is_root else recv, recv, datatype, op, root, shares, stream)
+
+
+def apart(row: Row, rank: int, send: Any, recv: Any, counts: Any = None) -> Any:
+    """Return the input, or a copy of it if it shares memory with the output and that is no call in place for NCCL.
+
+    In place are the same memory twice, and a rank's share at its own place in the whole.
+    """
+    exchanges = row in EXCHANGES
+    if (send is recv and not exchanges) or send is None or recv is None or not overlap(send, recv):
+        return send
+    share, whole = (send, recv) if send.nbytes < recv.nbytes else (recv, send)
+    place = rank * share.nbytes if share.nbytes < whole.nbytes else 0
+    is_in_place = counts is None and not exchanges and share.data_ptr() == whole.data_ptr() + place
+    return send if is_in_place else send.clone()
 
 
 def premultiplied(function: Function, factor: float) -> Function:

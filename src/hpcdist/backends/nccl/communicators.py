@@ -55,6 +55,7 @@ class Communicators(Faults):
         self.use = threading.RLock()  # held while a communicator is used or an error is read
         self.options: Any = None  # c10d's options of all these communicators
         self._is_ending = False
+        self._is_untold = False  # whether the watchdog has ended a call that may have no Work, and so nobody to tell
         self._library = library
 
     # -- how they come ---------------------------------------------------------------------------------
@@ -203,8 +204,9 @@ class Communicators(Faults):
     def interrupt(self, reason: str, thread: int | None = None) -> bool:
         """End the communicators and the calls under way on them, without the other ranks; any thread may call.
 
-        Later calls, and ``wait()`` of the ended ones, raise DistBackendError. Returns False while the communicators are
-        destroyed, which cannot be interrupted.
+        Later calls, and ``wait()`` of the ended ones, raise DistBackendError; so does ``close`` if none of them has and
+        the watchdog, which names a thread, has ended a call. Returns False while the communicators are destroyed, which
+        cannot be interrupted.
         """
         with self._using(STUCK_SECONDS):
             if self._is_ending:
@@ -212,6 +214,7 @@ class Communicators(Faults):
             if self.ended is not None:
                 return True
             self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
+            self._is_untold = thread is not None
             links = self.links()
             for link in links:
                 link.streams.failure = self.ended  # before a kernel ends by the abort and seems to have succeeded
@@ -238,14 +241,14 @@ class Communicators(Faults):
 
         ncclCommDestroy waits for the other ranks of the node, so all ranks free theirs in the same order; and until no
         CUDA graph holds calls, for which a thread waits. A communicator with an error is aborted, which does not wait.
+        The error of a call is raised here if nobody has got it: a synchronous call has no ``wait``.
         """
+        if self.ended is None and (failure := self.check_async()) is not None:
+            self._is_untold = self.interrupt(str(failure))
         if self.ended is not None:
-            self._forget()
-            return
-        failure = self.check_async()
-        if failure is not None:
-            self.interrupt(str(failure))
-            self._forget()
+            self.forget()
+            if self._is_untold and self.ended.__traceback__ is None:  # it was never raised
+                raise self.ended
             return
         try:
             self._await_device()
@@ -255,7 +258,7 @@ class Communicators(Faults):
             with self.failing("destroy"):
                 end_all(partial(destroy, link) for link in self.links())
         finally:
-            self._forget()
+            self.forget()
 
     def _await_device(self) -> None:
         for link in self.links():
@@ -267,7 +270,8 @@ class Communicators(Faults):
                 self.interrupt(f"the device failed: {error}")
                 raise DistBackendError(f"the device failed before the group was destroyed: {error}") from error
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop the communicators, which have ended."""
         if self.ended is None:
             self.ended = DistBackendError("the NCCL communicator was freed: its group is destroyed")
         self._is_ending = False
