@@ -180,6 +180,24 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path, launcher):
     assert lines == [f"{rank} {OURS} __main__" for rank in range(2 if launcher == "mpirun" else 1)]
 
 
+@pytest.mark.parametrize(("before", "asked"), [(RUN, "gloo"), (RUN, "mpi"), ((), "mpi")])
+def test_the_store_of_one_process_without_a_launcher(tmp_path, before, asked):
+    script = """
+        import sys
+        import hpcdist.torch_bridge
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+        for _ in range(2):
+            dist.init_process_group(sys.argv[1])
+            store = _get_default_store()
+            store.set("key", "value")
+            print(store.get("key"), store.add("calls", 1), dist.get_world_size())
+            dist.destroy_process_group()
+    """
+    lines = run(tmp_path, "alone", script, asked, before=before, is_forked=True)
+    assert lines == ["b'value' 1 1"] * 2  # the second world has a store of its own
+
+
 def test_run_without_a_script(tmp_path):
     done = programs.run([sys.executable, *RUN, "absent.py"], folder=tmp_path)
     assert done.returncode == 2
