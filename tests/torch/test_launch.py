@@ -198,6 +198,23 @@ def test_the_store_of_one_process_without_a_launcher(tmp_path, before, asked):
     assert lines == ["b'value' 1 1"] * 2  # the second world has a store of its own
 
 
+def test_a_world_of_one_over_a_store_of_its_own_is_left_to_torch(tmp_path):
+    script = """
+        import os
+        import torch.distributed as dist
+        if os.environ["RANK"] == "0":  # the other rank makes none
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.barrier()
+            os.write(1, f"{dist.get_world_size()} {type(dist.group.WORLD).__module__}\\n".encode())
+            dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        dist.barrier()
+        os.write(1, f"{dist.get_world_size()} {type(dist.group.WORLD).__module__}\\n".encode())
+    """
+    lines = run(tmp_path, "mpirun", script, before=RUN, is_forked=True)
+    assert lines == ["1 torch.distributed.distributed_c10d", *[f"2 {OURS}"] * 2]
+
+
 def test_run_without_a_script(tmp_path):
     done = programs.run([sys.executable, *RUN, "absent.py"], folder=tmp_path)
     assert done.returncode == 2
