@@ -129,12 +129,12 @@ os.environ.update(environment)
 sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
 del environment
 torch.distributed.set_debug_level_from_env()  # as its import does
+program = sys.modules["__main__"] = ModuleType("__main__")
 if arguments[0] == "-m":
     sys.argv = arguments[1:]
     sys.path[0] = os.getcwd()
-    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    runpy._run_module_as_main(arguments[1])
 else:
-    program = sys.modules["__main__"] = ModuleType("__main__")
     if arguments[0] == "-c":
         sys.argv, sys.path[0], source, name = ["-c", *arguments[2:]], "", arguments[1], "<string>"
     else:

@@ -1,9 +1,11 @@
 """Unmodified scripts, other worlds and torch's own init_process_group with hpcdist, each in its own processes."""
 
 import os
+import py_compile
 import re
 import sys
 import textwrap
+import zipfile
 
 import pytest
 
@@ -120,10 +122,47 @@ def test_nan_is_found_in_calls_of_an_unmodified_script(tmp_path, monkeypatch):
     assert run(tmp_path, "alone", script, before=RUN, is_forked=True) == ["NaN in what rank 0 was about to send"]
 
 
-def test_a_folder_with_a_main_program_is_a_script(tmp_path):
-    (tmp_path / "__main__.py").write_text("import sys; print(sys.argv[1:], sys.path[0])")
-    done = programs.run([sys.executable, *RUN, str(tmp_path), "--epochs"], timeout=90)
-    assert (done.returncode, done.stdout) == (0, f"['--epochs'] {tmp_path}\n"), done.stderr
+MAIN = """
+import atexit, pickle, sys, threading
+
+class Mine:
+    pass
+
+def late(who):
+    print(who, pickle.loads(pickle.dumps(Mine())).__class__ is Mine, sys.modules["__main__"].__dict__ is globals())
+
+sys.excepthook = lambda *_: late("hook")
+print(__name__, __file__, __package__, __spec__ and __spec__.name, type(__loader__).__name__)
+print(sys.argv, sys.path[:2], sorted(name for name in globals() if not name.startswith("__")))
+atexit.register(late, "exit function")
+threading.Thread(target=lambda: threading.main_thread().join() or late("thread")).start()
+raise ValueError
+"""
+
+
+@pytest.mark.parametrize("door", ["file", "link", "compiled", "folder", "archive", "module", "package"])
+def test_a_script_is_the_main_program_as_python_itself_runs_it(tmp_path, door):
+    (tmp_path / "package").mkdir()
+    for name in ("script.py", "__main__.py", "package/__main__.py"):
+        (tmp_path / name).write_text(MAIN)
+    with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
+        archive.write(tmp_path / "__main__.py", "__main__.py")
+    (tmp_path / "package" / "link.py").symlink_to(tmp_path / "script.py")
+    py_compile.compile(str(tmp_path / "script.py"), str(tmp_path / "compiled.pyc"))
+    program = {
+        "file": ["script.py"],
+        "link": ["package/link.py"],
+        "compiled": [tmp_path / "compiled.pyc"],
+        "folder": [tmp_path],
+        "archive": ["archive.pyz"],
+        "module": ["-m", "script"],
+        "package": ["-m", "package"],
+    }[door]
+    expected = programs.run([sys.executable, *program, "--epochs"], folder=tmp_path)
+    done = programs.run([*forked.python(), *RUN, *program, "--epochs"], folder=tmp_path, timeout=90)
+    assert (done.returncode, done.stdout) == (1, expected.stdout), done.stderr
+    assert done.stdout.count("True True") == 3, done.stdout
+    assert not (tmp_path / "__pycache__").exists() or door == "module"
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "alone"])
@@ -139,6 +178,41 @@ def test_an_unmodified_script_in_torchruns_style(tmp_path, launcher):
     """
     lines = run(tmp_path, launcher, script, before=RUN)
     assert lines == [f"{rank} {OURS} __main__" for rank in range(2 if launcher == "mpirun" else 1)]
+
+
+@pytest.mark.parametrize(("before", "asked"), [(RUN, "gloo"), (RUN, "mpi"), ((), "mpi")])
+def test_the_store_of_one_process_without_a_launcher(tmp_path, before, asked):
+    script = """
+        import sys
+        import hpcdist.torch_bridge
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+        for _ in range(2):
+            dist.init_process_group(sys.argv[1])
+            store = _get_default_store()
+            store.set("key", "value")
+            print(store.get("key"), store.add("calls", 1), dist.get_world_size())
+            dist.destroy_process_group()
+    """
+    lines = run(tmp_path, "alone", script, asked, before=before, is_forked=True)
+    assert lines == ["b'value' 1 1"] * 2  # the second world has a store of its own
+
+
+def test_a_world_of_one_over_a_store_of_its_own_is_left_to_torch(tmp_path):
+    script = """
+        import os
+        import torch.distributed as dist
+        if os.environ["RANK"] == "0":  # the other rank makes none
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.barrier()
+            os.write(1, f"{dist.get_world_size()} {type(dist.group.WORLD).__module__}\\n".encode())
+            dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        dist.barrier()
+        os.write(1, f"{dist.get_world_size()} {type(dist.group.WORLD).__module__}\\n".encode())
+    """
+    lines = run(tmp_path, "mpirun", script, before=RUN, is_forked=True)
+    assert lines == ["1 torch.distributed.distributed_c10d", *[f"2 {OURS}"] * 2]
 
 
 def test_run_without_a_script(tmp_path):

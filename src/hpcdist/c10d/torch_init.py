@@ -52,6 +52,8 @@ def create_world(options: Any, pg_options: Any) -> Group:
     lifecycle.prepare(getattr(options, "enable_reconfigure", False))  # an option since torch 2.14
     launch, timeout = decision.find_launch(), options.timeout
     rank, size, store = options.group_rank, options.group_size, options.store
+    if mirror.is_late(store):
+        store = None
     if lifecycle.is_mpi(launch):
         rank, size, store = -1, -1, None  # MPI's numbers, which may differ from torch's
     config = lifecycle.choose(launch, None, store if size > 1 else None, None, rank, size)

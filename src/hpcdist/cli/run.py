@@ -3,6 +3,9 @@
 ``mpirun -n 4 python -m hpcdist run train.py --epochs 3``. The script's ``init_process_group("gloo")`` or ``("mpi")``
 creates hpcdist's default group. The variables that torchrun would set are made from the launcher's, or RANK and
 WORLD_SIZE are those of one process without a launcher, so scripts that read them work too.
+
+The script stays ``__main__`` after its last line, unlike with ``runpy.run_path``: threads, exit functions and
+``sys.excepthook`` pickle the script's classes by that name, and start processes that import it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ import argparse
 import os
 import runpy
 import sys
+import zipfile
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from hpcdist.c10d.names import is_mpi_available
 from hpcdist.cli.job_arguments import JobParser
@@ -87,14 +93,42 @@ def run(args: list[str]) -> int:
     announce(launch)
     registration.divert(launch, is_mpi_available)
     sys.argv = [given.script, *given.arguments]
+    script = Path(given.script).absolute()
     if given.module:
-        sys.path[0:0] = [os.getcwd()]
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
-        return 0
-    script = Path(given.script)
-    if not script.is_file() and not (script / "__main__.py").is_file():
+        run_module(given.script, os.getcwd())
+    elif (script / "__main__.py").is_file() or zipfile.is_zipfile(script):
+        run_module("__main__", str(script), alter_argv=False)
+    elif script.is_file():
+        run_file(script)
+    else:
         print(f"python -m hpcdist run: no script {given.script!r} in {os.getcwd()}; expected a path", file=sys.stderr)
         return 2
-    sys.path[0:0] = [str(script.resolve().parent)]
-    runpy.run_path(str(script), run_name="__main__")
     return 0
+
+
+def main_module(folder: str) -> ModuleType:
+    """Return a new, empty ``__main__``, whose imports look into a folder first, and not into that of this command."""
+    own = 0 if getattr(sys.flags, "safe_path", False) else 1  # python -P puts none there
+    sys.path[:own] = [folder]
+    made = sys.modules["__main__"] = ModuleType("__main__")
+    return made
+
+
+def run_module(name: str, folder: str, **options: bool) -> None:
+    """Run a module as ``python -m`` does, or the main program of a folder or archive as ``python FOLDER`` does."""
+    main_module(folder)
+    runpy._run_module_as_main(name, **options)  # type: ignore[attr-defined]  # what both of Python's own options call
+
+
+def run_file(path: Path) -> None:
+    """Run a file as ``python FILE`` does: without writing what it was compiled to."""
+    file, program = str(path), main_module(str(path.resolve().parent))
+    if path.suffix == ".pyc":
+        program.__loader__ = compiled = SourcelessFileLoader("__main__", file)
+        code = compiled.get_code("__main__")
+    else:
+        program.__loader__ = source = SourceFileLoader("__main__", file)
+        code = source.source_to_code(source.get_data(file), file)
+    program.__file__ = file
+    assert code is not None  # a loader of a package may have none
+    exec(code, program.__dict__)

@@ -110,6 +110,13 @@ def fresh_store() -> LateStore:
     return LATE_STORE
 
 
+def is_late(store: Any) -> bool:
+    """Tell whether a store is the world's own, which it would open by itself, or a part of it."""
+    while isinstance(store, bindings.PrefixStore):
+        store = store.underlying_store
+    return store is LATE_STORE
+
+
 class TorchWorld:
     """torch.distributed's tables of groups, which mirror ours (``World.mirror``)."""
 

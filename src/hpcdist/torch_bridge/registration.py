@@ -126,7 +126,9 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
         BEGIN_BESIDE[-1](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.find_launch()
-        if name in DIVERTED and size > 1 and AT_START == [None]:  # the program starts its processes itself
+        starts_own = size > 1 and AT_START == [None]  # the program starts its processes itself
+        has_own_store = launch is not None and (rank, size) != (launch.rank, launch.size)  # ``meet`` refuses the others
+        if name in DIVERTED and (starts_own or has_own_store):
             return helper(size, rank, ranks, backend, *args, **kwargs)
         if name == "mpi":
             decision.check_mpi(launch, size)
