@@ -96,7 +96,7 @@ class TCPStore(Store):
         if not hasattr(port, "__index__") or not 0 <= port.__index__() <= MAX_PORT:
             raise wrong_kind("port", port, f"an int from 0 to {MAX_PORT}")
         if world_size == 0:
-            raise ValueError("TCPStore world size cannot be 0: expected the number of clients, or None if it is unknown")
+            raise ValueError("TCPStore world size cannot be 0: expected the number of clients, or None for any number")
         self.set_timeout(timeout)
         self._host = host_name
         self._use_libuv = use_libuv
