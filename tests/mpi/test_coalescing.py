@@ -28,6 +28,14 @@ def test_all_reduce_coalesced(rank, size):
     dist.all_reduce_coalesced([])
 
 
+def test_the_result_is_the_tensors_of_the_list(world, rank, size):
+    for begin in (lambda given: dist.all_reduce_coalesced(given, async_op=True), world.allreduce_coalesced):
+        for given in ([torch.ones(2), torch.ones(3)], [np.ones(2), np.ones(3)], [torch.ones(1 << 20), torch.ones(1)]):
+            for shown in (begin(given).get_future().wait(), begin(given).result()):
+                assert [each.shape for each in shown] == [each.shape for each in given]
+                assert [each.data_ptr() for each in shown] == [torch.as_tensor(each).data_ptr() for each in given]
+
+
 def test_tensors_that_require_grad_or_were_made_in_inference_mode(world, rank, size):
     def made():
         with torch.inference_mode():

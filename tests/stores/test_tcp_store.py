@@ -104,6 +104,14 @@ def test_the_master_waits_for_the_workers():
     )
 
 
+@pytest.mark.parametrize("library", [stores, dist])
+def test_no_clients_at_all_is_an_error_and_a_negative_number_is_an_unknown_one(library):
+    for is_master in (True, False):
+        with pytest.raises(ValueError, match="TCPStore world size cannot be 0"):
+            library.TCPStore("127.0.0.1", 0, 0, is_master)
+    assert library.TCPStore("127.0.0.1", 0, -1, True).num_keys() == 0
+
+
 def test_a_port_in_use_is_an_error_at_once():
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     ends_at(0.0, lambda: stores.TCPStore("127.0.0.1", store.port, None, True), dist.DistNetworkError, str(store.port))

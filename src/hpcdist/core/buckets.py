@@ -90,7 +90,7 @@ def in_place(call: Call, listed: TensorList, op: object) -> Call:
     counts = ([size // width for size in listed.sizes],) * 2
     if listed.dtype.is_complex and is_done_by_parts(op):
         listed.dtype, counts = listed.dtype.to_real(), scale(counts, 2)
-    return call._replace(send=listed, recv=listed, op=op, counts=counts)
+    return call._replace(send=listed, recv=listed, op=op, counts=counts, result=listed.tensors)
 
 
 def in_buckets(pg: Group, call: Call, tensors: list[torch.Tensor], check: Check, async_op: bool) -> Iterator[Call]:

@@ -58,7 +58,7 @@ class TCPStore(Store):
         host_name: The server's name or address. The server listens on this address; for a name, on every
             interface, because a name may mean another address on another host ("localhost" means loopback only).
         port: Its port; with ``is_master`` 0 takes a free one, see ``port``.
-        world_size: The number of clients; None if unknown.
+        world_size: The number of clients; None, or a negative number as in older scripts of torch, if unknown.
         is_master: Whether this process has the server.
         timeout: The limit of connecting, get and wait.
         wait_for_workers: Whether the master waits until ``world_size`` clients have come.
@@ -69,6 +69,7 @@ class TCPStore(Store):
         secret: Shared by all processes of the job: a client that does not prove it reaches no key (not in torch).
 
     Raises:
+        ValueError: If ``world_size`` is 0.
         DistNetworkError: If the server cannot listen, or cannot be reached in time.
         DistStoreError: If fewer than ``world_size`` clients came in time.
     """
@@ -94,6 +95,8 @@ class TCPStore(Store):
             raise ValueError("secret: expected at least one byte (or None for no secret), got nothing")
         if not hasattr(port, "__index__") or not 0 <= port.__index__() <= MAX_PORT:
             raise wrong_kind("port", port, f"an int from 0 to {MAX_PORT}")
+        if world_size == 0:
+            raise ValueError("TCPStore world size cannot be 0: expected the number of clients, or None for any number")
         self.set_timeout(timeout)
         self._host = host_name
         self._use_libuv = use_libuv
@@ -106,7 +109,7 @@ class TCPStore(Store):
             self._session = Session(server.host, server.port, key, self._seconds, server.is_alive)
         self._session.pipelines = use_libuv
         self.where = self._session.where
-        if world_size is not None and wait_for_workers:
+        if wait_for_workers and world_size is not None and world_size > 0:
             self._count_in(world_size, is_master)
 
     def _serve(self, port: int, secret: bytes | None, is_shared: bool, fd: int | None) -> ServerProcess:
