@@ -138,6 +138,8 @@ CASES = {
     "factor, meta": (ValueError, lambda n: dist.all_reduce(one(), factor(meta()[:1])), "which has no value"),
     "numpy dtype": (TypeError, lambda n: dist.all_reduce(np.ones(2, dtype="U3")), "numpy"),
     "read-only array": (ValueError, lambda n: dist.all_reduce(frozen()), "read-only"),
+    "masked array": (TypeError, lambda n: dist.all_reduce(np.ma.ones(2)), "whose mask would be ignored"),
+    "masked arrays": (TypeError, lambda n: dist.all_gather([np.ma.ones(2)] * n, np.ones(2)), "whose mask"),
     "sparse broadcast": (TypeError, lambda n: dist.broadcast(sparse(), 0), "sparse"),
     "meta device": (RuntimeError, lambda n: dist.all_reduce(meta()), "device type meta"),
     "meta device in a list": (RuntimeError, lambda n: dist.all_gather([meta()] * n, one()), "meta"),

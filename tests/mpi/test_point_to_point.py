@@ -356,6 +356,7 @@ def freed(start=0):
 
 REFUSED = {
     "read-only": (frozen, ValueError, "read-only"),
+    "masked": (lambda: np.ma.ones(2), TypeError, "whose mask would be ignored"),
     "sparse": (lambda: torch.eye(2).to_sparse(), TypeError, "dense"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2)]), TypeError, "nested"),
     "freed": (freed, ValueError, "storage was freed"),

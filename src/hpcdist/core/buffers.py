@@ -135,7 +135,7 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
 
     An array with negative strides, which torch lacks, is copied; ``copy_into`` on the copy writes to the array too. It
     cannot be written to by views (``is_viewed``), nor at all if it is read-only: that is a ValueError, and any other
-    value or dtype a TypeError. The name is the parameter's, for the message.
+    value or dtype, or an array with a mask, a TypeError. The name is the parameter's, for the message.
     """
     if value.__class__ in PLAIN_TYPES and not value.requires_grad:
         return value
@@ -143,6 +143,11 @@ def as_tensor(value: Any, name: str, writable: bool = False, is_viewed: bool = F
         # what is written to a detached sparse tensor does not reach the original: its number of nonzeros may change
         return value.detach() if value.layout is torch.strided and not isinstance(value, ArrayCopy) else value
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"parameter `{name}` is a numpy.ma.MaskedArray, whose mask would be ignored; expected an array without "
+                "one, such as its `data`, or `filled()` with the op's neutral element"
+            )
         if writable and not value.flags.writeable:
             raise ValueError(f"parameter `{name}` is a read-only numpy.ndarray, and this call writes to it")
         if value.flags.writeable:
