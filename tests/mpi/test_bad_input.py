@@ -128,6 +128,16 @@ CASES = {
     "sparse message, as c10d": (NotImplementedError, lambda n: dist.isend(sparse(), 0), "dense"),
     "of oneDNN to all": (TypeError, lambda n: dist.all_gather([one()] * n, torch.eye(2).to_mkldnn()), "dense"),
     "tensor for a group": (ValueError, lambda n: dist.all_reduce(one(), group=torch.ones(2)), "Invalid process group"),
+    "window of others": (
+        ValueError,
+        lambda n: dist.Window(1, group=dist.GroupMember.NON_GROUP_MEMBER),
+        "this rank is not in the group",
+    ),
+    "halo of others": (
+        ValueError,
+        lambda n: dist.HaloExchange([n], group=dist.GroupMember.NON_GROUP_MEMBER),
+        "this rank is not in the group",
+    ),
     "parts of a product": (
         ValueError,
         lambda n: dist.reduce_scatter_single(torch.ones(2), torch.ones(n) * 1j, dist.ReduceOp.PRODUCT),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hpcdist.c10d.names import Backend, BackendConfig
-from hpcdist.c10d.queries import member
 from hpcdist.core import factory, registry, world
 from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend as Communicator
@@ -48,7 +47,7 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
         TypeError: a timeout that is not a timedelta.
         ValueError: a negative one; a group that this rank is not in, or that is not live.
     """
-    member(group).set_timeout(timeout)
+    world.resolve(group).set_timeout(timeout)
 
 
 def new_group(

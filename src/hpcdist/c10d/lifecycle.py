@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import DebugLevel, Store, get_debug_leve
 
 from hpcdist.c10d.debug import set_debug_level_from_env
 from hpcdist.c10d.names import Backend, BackendConfig, is_nccl_available, is_xccl_available
-from hpcdist.c10d.queries import is_outside
 from hpcdist.core import errors, factory, hooks, registry
 from hpcdist.core.agreement import check_same
 from hpcdist.core.backend import Backend as Communicator
@@ -24,7 +23,7 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.group import Group, hashed_name
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import check_timeout
-from hpcdist.core.world import WORLD
+from hpcdist.core.world import WORLD, is_outside
 from hpcdist.launch import decision, environment, topology
 from hpcdist.torch_bridge import mirror, registration
 from hpcdist.watch import logs, watchdog

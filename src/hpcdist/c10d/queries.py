@@ -69,32 +69,20 @@ def get_rank(group: ProcessGroup | None = None) -> int:
     Raises:
         ValueError: before ``init_process_group``, or a destroyed group.
     """
-    return -1 if is_outside(group) else world.resolve(group).rank()
+    return -1 if world.is_outside(group) else world.resolve(group).rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks of a group; -1 if this process is not a member. Raises as ``get_rank``."""
-    return -1 if is_outside(group) else world.resolve(group).size()
+    return -1 if world.is_outside(group) else world.resolve(group).size()
 
 
-def is_outside(group: Any) -> bool:
-    """Tell whether a caller's group is the value for a group without this rank."""
-    return group is not None and not isinstance(group, ProcessGroup) and group == NON_GROUP_MEMBER
-
-
-_rank_not_in_group = is_outside
+_rank_not_in_group = world.is_outside
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
     """Return a group's name (c10d's private name); ValueError if it is not live."""
     return world.resolve(pg).group_name
-
-
-def member(group: Any) -> Group:
-    """Return the group; ValueError if this rank is not in it."""
-    if is_outside(group):
-        raise ValueError("Invalid process group specified: this rank is not in the group (NON_GROUP_MEMBER)")
-    return world.resolve(group)
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
@@ -103,7 +91,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
     Raises:
         ValueError: before init, a destroyed group, or one that this rank is not in.
     """
-    return Backend(member(group).config)
+    return Backend(world.resolve(group).config)
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
@@ -111,7 +99,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
     Raises as ``get_backend``.
     """
-    return ",".join(f"{device}:{backend.name}" for device, backend in member(group).backends.items())
+    return ",".join(f"{device}:{backend.name}" for device, backend in world.resolve(group).backends.items())
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
@@ -120,7 +108,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         ValueError: the rank is not in the group, or the group is not live.
     """
-    return world.group_rank(member(group), global_rank, None)
+    return world.group_rank(world.resolve(group), global_rank, None)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
@@ -129,13 +117,13 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     Raises:
         ValueError: the group has no such rank, or is not live.
     """
-    pg = member(group)
+    pg = world.resolve(group)
     return pg.ranks[world.group_rank(pg, None, group_rank)]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """Return the global ranks of a group, in the order of their ranks in it. Raises as ``get_backend``."""
-    return list(member(group).ranks)
+    return list(world.resolve(group).ranks)
 
 
 def get_backend_impl(group: str | ProcessGroup | None = None, device: torch.device | None = None) -> DeviceBackend:
@@ -149,7 +137,7 @@ def get_backend_impl(group: str | ProcessGroup | None = None, device: torch.devi
         ValueError: a group that this rank is not in, or ``device`` is None and the group has several backends.
     """
     meant: Any = WORLD.groups.get(group, group) if isinstance(group, str) else group
-    pg = member(meant)
+    pg = world.resolve(meant)
     if device is not None:
         return DeviceBackend(pg, pg.backend(torch.device(device)))
     if len({id(backend) for backend in pg.backends.values()}) > 1:
@@ -193,7 +181,7 @@ def get_mpi_comm(group: ProcessGroup | None = None) -> Any:
         ValueError: before init, a destroyed group, or one that this rank is not in.
         DistBackendError: the group is not carried by MPI.
     """
-    pg = member(group)
+    pg = world.resolve(group)
     for backend in pg.backends.values():
         comm = getattr(backend, "comm", None)
         if comm is not None and backend.name == Backend.MPI:

@@ -144,12 +144,22 @@ def default_group() -> Group:
     return WORLD.default
 
 
+def is_outside(group: Any) -> bool:
+    """Tell whether a caller's group is the value for a group without this rank."""
+    return type(group) is type(NON_GROUP_MEMBER) and bool(group == NON_GROUP_MEMBER)
+
+
 def resolve(group: Any) -> Group:
-    """Return the group that a caller means; None stands for the default group."""
+    """Return the group that a caller means; None stands for the default group.
+
+    Raises ValueError if it is not a live group of this process, or this rank is not in it.
+    """
     if group is None:
         return default_group()
     if isinstance(group, Group) and group.backends:
         return group
+    if is_outside(group):
+        raise ValueError("Invalid process group specified: this rank is not in the group (NON_GROUP_MEMBER)")
     if WORLD.default is None:
         raise errors.not_initialized()
     raise errors.destroyed(group)
@@ -160,7 +170,7 @@ def member_group(group: Any, call: str) -> Group | None:
     pg = WORLD.default if group is None else group
     if isinstance(pg, Group) and pg.backends:
         return pg
-    if type(group) is not type(NON_GROUP_MEMBER) or group != NON_GROUP_MEMBER:
+    if not is_outside(group):
         return resolve(group)
     rank = -1 if WORLD.default is None else WORLD.default.rank()
     warnings.warn(f"Running {call} on global rank {rank} which does not belong to the given group.", stacklevel=3)
