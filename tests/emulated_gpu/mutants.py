@@ -72,7 +72,7 @@ LINES = [
         "            queue = partial(function, send, recv",
     ),
     (BACKEND, "                link.streams.mark(current)\n", ""),
-    (COMMUNICATORS, "                raise self.ended\n            try:", "                pass\n            try:"),
+    (COMMUNICATORS, "                self.check_live()\n            try:", "                pass\n            try:"),
     (COMMUNICATORS, "            if self.ended is not None or self._is_ending:\n                return None\n", ""),
     (
         COMMUNICATORS,

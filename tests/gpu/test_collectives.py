@@ -114,6 +114,12 @@ def test_an_older_nccl_gathers_and_scatters_by_messages(world, rank, size, devic
         share = torch.empty(3, device=device)
         dist.scatter(share, list(whole + root) if rank == root else None, root, group)
         assert torch.equal(share, whole[rank] + root)
+        gathered = torch.zeros(size, 3, device=device)
+        gathered[rank] = whole[rank]  # in place
+        options = c10d.GatherOptions()
+        options.rootRank = root
+        group.gather_single(gathered, gathered[rank], options).wait()
+        assert rank != root or torch.equal(gathered, whole)
     dist.destroy_process_group(group)
 
 

@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import hpcdist as dist
 from hpcdist.backends.nccl.library import load
 from hpcdist.core.call import Call
 from hpcdist.core.table import ALL_REDUCE
+from hpcdist.core.waiting import wait_until
 
 
 def test_messages_around_a_ring(group, rank, size, device):
@@ -218,22 +220,65 @@ def test_options_reach_nccl(world, rank, size, device, monkeypatch):
     dist.destroy_process_group(plain)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_the_end_raises_the_error_of_a_call_that_nobody_got(two_ranks, is_told, rank, device):
+def get_nothing(call):
+    call(async_op=False)
+    torch.cuda.synchronize()  # until the watchdog ends the kernel
+
+
+def get_it_from_the_next_call(call):
+    get_nothing(call)
+    with pytest.raises(dist.DistBackendError):
+        call(async_op=False)
+
+
+def get_it_without_its_traceback(call):
+    get_nothing(call)
+    with pytest.raises(dist.DistBackendError) as caught:
+        call(async_op=False)
+    caught.value.with_traceback(None)  # as unittest's assertRaises does
+
+
+def get_it_from_wait(call):
+    work = call(async_op=True)
+    torch.cuda.synchronize()
+    with pytest.raises(dist.DistBackendError):
+        work.wait()
+
+
+def get_it_from_exception(call):
+    work = call(async_op=True)
+    wait_until(work.is_completed, 30)
+    assert isinstance(work.exception(), dist.DistBackendError)
+
+
+def get_it_from_a_future(call):
+    work = call(async_op=True)
+    wait_until(work.is_completed, 30)
+    with pytest.raises(RuntimeError):
+        work.get_future().wait()
+
+
+GETS = [
+    *(get_nothing, get_it_from_the_next_call, get_it_without_its_traceback, get_it_from_wait, get_it_from_exception),
+    get_it_from_a_future,
+]
+
+
+@pytest.mark.parametrize("get", GETS)
+def test_the_end_raises_the_error_of_a_call_that_nobody_got(two_ranks, get, rank, device):
     """A synchronous call has no Work, and there may be no later call."""
-    group, tensor = dist.new_group(timeout=timedelta(seconds=3)), torch.ones(1, device=device)
+    group, tensor = dist.new_group(timeout=timedelta(seconds=1)), torch.ones(1, device=device)
     dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
     dist.barrier()
-    error = pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce")
+    faults = group.backend("cuda").faults
     if rank == 0:
-        dist.all_reduce(tensor, group=group)
-        torch.cuda.synchronize()  # until the watchdog ends the kernel
-        if is_told:
-            with error:
-                dist.all_reduce(tensor, group=group)
+        get(partial(dist.all_reduce, tensor, group=group))
+        if get is not get_nothing:
+            faults.interrupt("once more", 0)  # a second reason is not another error
     dist.barrier()
     if rank != 0:
-        group.backend("cuda").faults.interrupt("it never came")
-    with error if rank == 0 and not is_told else nullcontext():
+        faults.interrupt("it never came")
+    error = pytest.raises(dist.DistBackendError, match="rank 1 has not entered all_reduce")
+    with error if rank == 0 and get is get_nothing else nullcontext():
         dist.destroy_process_group(group)

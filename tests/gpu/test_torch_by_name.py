@@ -1,5 +1,7 @@
 """torch's own C++ backend by the name "torch": over a store that is opened over MPI, with groups, meshes and an end."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -86,3 +88,19 @@ def test_the_watchdog_sees_a_synchronous_call(group, gate, device):
     gate.open()
     torch.cuda.synchronize()
     assert backend.outstanding() is None
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_end_raises_the_error_of_a_call_that_nobody_got(world, is_told, device):
+    group, tensor = dist.new_group(backend=CONFIG), torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for reason in ("the first", "the second"):
+        group.backend(device).faults.interrupt(reason, 0)
+        if is_told and reason == "the first":
+            with pytest.raises(dist.DistBackendError) as caught:
+                dist.all_reduce(tensor, group=group)
+            caught.value.with_traceback(None)  # as unittest's assertRaises does
+    with nullcontext() if is_told else pytest.raises(dist.DistBackendError, match="the first"):
+        dist.destroy_process_group(group)

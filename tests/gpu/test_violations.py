@@ -1,5 +1,6 @@
 """Rules broken on purpose: the emulated GPUs notice each, so that silence in the other tests means something."""
 
+import ctypes
 import threading
 import time
 
@@ -68,6 +69,20 @@ def test_memory_that_two_streams_use(is_ordered, noted, device):
         doubled = tensor * 2
     assert ("nothing orders the two" in noted()) is not is_ordered
     del doubled
+
+
+def test_the_host_waits_for_streams_that_the_default_one_comes_after(noted, device):
+    runtime, handle = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+    assert runtime.cudaStreamCreate(ctypes.byref(handle)) == 0
+    side, tensor = torch.cuda.Stream(), torch.zeros(1000, device=device)
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+        tensor += 1
+    assert runtime.cudaStreamSynchronize(None) == 0
+    with torch.cuda.stream(side):
+        tensor += 1
+    side.synchronize()
+    assert noted() == ""
+    assert runtime.cudaStreamDestroy(handle) == 0
 
 
 def test_parts_of_one_launch_that_use_the_same_memory(noted, alone, device):

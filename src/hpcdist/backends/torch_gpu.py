@@ -244,6 +244,7 @@ class TorchBackend(C10dBackend, Faults):
 
     def _check_live(self) -> None:
         if self._failure is not None:
+            self._is_untold = False
             raise self._failure
 
     def pending(self) -> list[Work]:
@@ -258,7 +259,8 @@ class TorchBackend(C10dBackend, Faults):
         """Abort the communicators, and end the calls under way with an error."""
         if self.inner is None or not hasattr(self.inner, "abort"):
             return False
-        self._failure, self._is_untold = DistBackendError(reason), thread is not None
+        if self._failure is None:  # a later reason is not another error
+            self._is_untold, self._failure = thread is not None, DistBackendError(reason)
         for streams in list(self._streams.values()):  # a copy: another thread may add some meanwhile
             streams.failure = self._failure
         self.inner.abort()
@@ -282,13 +284,14 @@ class TorchBackend(C10dBackend, Faults):
             if in_graphs and hasattr(self.inner, "shutdown"):
                 end_apart(in_graphs[0], self.inner.shutdown, GRAPH_SECONDS)
                 self.inner = None
+        is_told = any(streams.is_told for streams in self._streams.values())
         self._streams.clear()
         super().close()
         if self._owned_peer is not None:
             owned, self._owned_peer = self._owned_peer, None
             owned.close()
-        if self._failure is not None and self._is_untold and self._failure.__traceback__ is None:
-            raise self._failure
+        if self._is_untold and not is_told:
+            self._check_live()
 
 
 # the rows that are one call of torch's, and so may be launched together with others

@@ -259,6 +259,10 @@ Code synchronize(Stream* stream) {
     return CAPTURE_UNSUPPORTED;
   }
   if (Code code = check_capture()) return code;
+  if (stream == stream->device->default_stream) {  // which comes after the others too
+    std::lock_guard<std::mutex> guard(order);
+    order_with_default(stream);
+  }
   drain(stream);
   return device_error(stream->device->index);
 }

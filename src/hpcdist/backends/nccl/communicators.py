@@ -89,7 +89,7 @@ class Communicators(Faults):
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks connected
                 end_apart(streams, comm.abort, ABORT_SECONDS)
-                raise self.ended
+                self.check_live()
             if peer is None:
                 self.group = link
             else:
@@ -130,13 +130,14 @@ class Communicators(Faults):
     def check_live(self) -> None:
         """Raise if the communicators have ended."""
         if self.ended is not None:
+            self._is_untold = False
             raise self.ended
 
     def launch(self, name: str, call: Callable[[int], None], stream: int) -> None:
         """Queue a call on a stream; DistBackendError if the communicators have ended, or NCCL refuses it."""
         with self.use:
             if self.ended is not None:
-                raise self.ended
+                self.check_live()
             try:
                 call(stream)
             except self._library.failures as error:
@@ -164,6 +165,7 @@ class Communicators(Faults):
     def failure(self, name: str, error: Exception) -> DistBackendError:
         """Return c10d's error for one of NCCL's."""
         if self.ended is not None:  # the interruption is the cause
+            self._is_untold = False
             return self.ended
         detail, group = "", self.group  # read once: another thread may drop it
         if group is not None and not self._is_ending:
@@ -213,8 +215,8 @@ class Communicators(Faults):
                 return False
             if self.ended is not None:
                 return True
+            self._is_untold = thread is not None  # before a thread may raise it
             self.ended = DistBackendError(f"the NCCL communicator of rank {self.rank} of {self.size} is gone: {reason}")
-            self._is_untold = thread is not None
             links = self.links()
             for link in links:
                 link.streams.failure = self.ended  # before a kernel ends by the abort and seems to have succeeded
@@ -246,9 +248,10 @@ class Communicators(Faults):
         if self.ended is None and (failure := self.check_async()) is not None:
             self._is_untold = self.interrupt(str(failure))
         if self.ended is not None:
+            is_told = any(link.streams.is_told for link in self.links())
             self.forget()
-            if self._is_untold and self.ended.__traceback__ is None:  # it was never raised
-                raise self.ended
+            if self._is_untold and not is_told:
+                self.check_live()
             return
         try:
             self._await_device()

@@ -88,6 +88,7 @@ class Streams:
         self.is_capturing: Callable[[], bool] = getattr(cuda, "is_current_stream_capturing", bool)
         # the reason of an abort: its calls have ended, but failed
         self.failure: DistBackendError | None = None
+        self.is_told = False  # whether a Work has given it to a caller
         self.blocks_in_wait = blocks_in_wait()
         self._last = cuda.Event()  # behind the latest synchronous call
         self._last_call: Any = None  # its record
@@ -337,7 +338,12 @@ class StreamWork(Work):
     def exception(self) -> BaseException | None:
         """Return the error of the call, or None."""
         self.is_completed()
-        return self._error
+        return super().exception()
+
+    def _see(self) -> None:
+        streams, error = self.pending.streams, self.pending.error
+        if error is not None and error is streams.failure:
+            streams.is_told = True
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Make the current stream wait for the call; with a limit, or for a barrier, the host too."""
@@ -353,8 +359,10 @@ class StreamWork(Work):
                 current.synchronize()
             failure = streams.failure
             if failure is not None and not pending.has_ended:  # during an abort, which ends its kernel first
+                streams.is_told = True
                 raise failure
         if pending.error is not None:
+            self._see()
             raise pending.error
         return True
 
