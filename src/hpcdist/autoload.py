@@ -34,7 +34,8 @@ def autoload() -> None:
     c10d: Any = dist.distributed_c10d
     STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper
-    c10d.is_mpi_available = dist.is_mpi_available = is_mpi_available
+    shown: Any = dist  # c10d's own name would send torch to a ProcessGroupMPI that it does not have
+    shown.is_mpi_available = is_mpi_available
 
 
 def create(options: Any, pg_options: Any) -> Any:
