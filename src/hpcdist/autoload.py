@@ -68,14 +68,19 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 def is_mpi_available() -> bool:
     """Tell, for a script that chooses by it, whether backend "mpi" works: an MPI launcher started several ranks.
 
-    torch's wheels have no MPI of their own.
+    torch's wheels have no MPI of their own. False too if the variables show that this MPI cannot connect the launcher's
+    ranks: the script then takes what it would have taken without hpcdist.
     """
     is_unasked()  # before the import
     from hpcdist.c10d import names
     from hpcdist.launch import environment
 
     launch = environment.detect()
-    return launch is not None and launch.size != 1 and names.is_mpi_available()
+    if launch is None or launch.size == 1 or not names.is_mpi_available():
+        return False
+    from hpcdist.backends.mpi.process import runtime
+
+    return runtime.may_connect(runtime.load(), launch)
 
 
 def asks_for_mpi(backend: Any) -> bool:
