@@ -36,6 +36,8 @@ def autoload() -> None:
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper
     shown: Any = dist  # c10d's own name would send torch to a ProcessGroupMPI that it does not have
     shown.is_mpi_available = is_mpi_available
+    # torch.compile takes the result as a constant; ``torch.compiler.assume_constant_result`` would import the compiler
+    shown.is_mpi_available._dynamo_marked_constant = True
 
 
 def create(options: Any, pg_options: Any) -> Any:

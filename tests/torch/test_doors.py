@@ -182,10 +182,12 @@ ASKS = """
 
 PAIRS = """
     import os
+    import torch
     import torch.distributed as dist
 
     given = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-    asked = dist.is_mpi_available()
+    compiled = torch.compile(lambda x: x + dist.is_mpi_available(), backend="eager", fullgraph=True)
+    asked = bool(compiled(torch.zeros(1))) and dist.is_mpi_available()
     try:
         dist.init_process_group("cpu:gloo,cuda:mpi", **given)  # torch's own group: MPI is not the CPU's
     except RuntimeError as error:

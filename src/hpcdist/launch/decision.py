@@ -15,7 +15,6 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError, add_hint
 from hpcdist.launch import environment
 
-
 SIZE: list[int] = []  # MPI's, after the first question
 
 
