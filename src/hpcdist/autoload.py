@@ -78,11 +78,9 @@ def is_mpi_available() -> bool:
     from hpcdist.launch import environment
 
     launch = environment.detect()
-    if launch is None or launch.size == 1 or not names.is_mpi_available():
+    if launch is None or launch.size == 1:
         return False
-    from hpcdist.backends.mpi.process import runtime
-
-    return runtime.may_connect(runtime.load(), launch)
+    return names.is_mpi_available() and names.may_connect(launch)
 
 
 def asks_for_mpi(backend: Any) -> bool:
