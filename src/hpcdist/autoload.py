@@ -34,7 +34,10 @@ def autoload() -> None:
     c10d: Any = dist.distributed_c10d
     STOCK.extend((c10d.rendezvous, c10d._new_process_group_helper))
     c10d.rendezvous, c10d._new_process_group_helper = rendezvous, helper
-    c10d.is_mpi_available = dist.is_mpi_available = is_mpi_available
+    shown: Any = dist  # c10d's own name would send torch to a ProcessGroupMPI that it does not have
+    shown.is_mpi_available = is_mpi_available
+    # torch.compile takes the result as a constant; ``torch.compiler.assume_constant_result`` would import the compiler
+    shown.is_mpi_available._dynamo_marked_constant = True
 
 
 def create(options: Any, pg_options: Any) -> Any:
@@ -67,14 +70,17 @@ def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 def is_mpi_available() -> bool:
     """Tell, for a script that chooses by it, whether backend "mpi" works: an MPI launcher started several ranks.
 
-    torch's wheels have no MPI of their own.
+    torch's wheels have no MPI of their own. False too if the variables show that this MPI cannot connect the launcher's
+    ranks: the script then takes what it would have taken without hpcdist.
     """
     is_unasked()  # before the import
     from hpcdist.c10d import names
     from hpcdist.launch import environment
 
     launch = environment.detect()
-    return launch is not None and launch.size != 1 and names.is_mpi_available()
+    if launch is None or launch.size == 1:
+        return False
+    return names.is_mpi_available() and names.may_connect(launch)
 
 
 def asks_for_mpi(backend: Any) -> bool:

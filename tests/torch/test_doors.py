@@ -180,11 +180,28 @@ ASKS = """
 """
 
 
+PAIRS = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    given = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    compiled = torch.compile(lambda x: x + dist.is_mpi_available(), backend="eager", fullgraph=True)
+    asked = bool(compiled(torch.zeros(1))) and dist.is_mpi_available()
+    try:
+        dist.init_process_group("cpu:gloo,cuda:mpi", **given)  # torch's own group: MPI is not the CPU's
+    except RuntimeError as error:
+        os.write(1, f"{asked} {str(error).partition(' MPI is only')[0]}\\n".encode())
+"""
+
+
 def test_a_script_that_asks_torch_whether_there_is_mpi(tmp_path):
     """Fugaku's recipe, which does not import hpcdist: true where an MPI launcher has started several ranks."""
     done, lines = started(tmp_path, ASKS, *under_mpirun("SCRIPT", python=sys.executable))
     assert lines == ["mpi 2"] * 2, done.stderr
     one = f"RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} {sys.executable} SCRIPT"
+    done, lines = started(tmp_path, PAIRS, *under_mpirun("SCRIPT", python=sys.executable))
+    assert lines == ["True Distributed package doesn't have MPI built in."] * 2, done.stderr
     for command in ([one], [*TORCHRUN, "SCRIPT"]):
         done, lines = started(tmp_path, ASKS, *command)
         assert {line.split()[0] for line in lines} == {"gloo"}, done.stderr
@@ -216,6 +233,18 @@ def test_ranks_that_a_script_takes_from_the_launchers_variables(tmp_path):
     assert lines == sorted(expected * 2), done.stderr
 
 
+STOCK = """
+    import os, sys
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo")  # without an address: torch's error, and no start of MPI
+        dist.barrier()
+    except Exception as error:
+        os.write(1, f"{'mpi4py.MPI' in sys.modules} {type(error).__name__}\\n".encode())
+"""
+
+
 @pytest.mark.skipif(programs.LIBRARY != "openmpi", reason="its launcher speaks PMIx")
 @pytest.mark.parametrize("variable", ["PALS_RANKID", "PMIX_RANK"])
 def test_a_launcher_that_does_not_say_the_size(tmp_path, variable):
@@ -230,6 +259,8 @@ def test_a_launcher_that_does_not_say_the_size(tmp_path, variable):
         for each in (only, exported):
             done, lines = started(tmp_path, EACH, *under_mpirun(command, each))
             assert lines == [line for line in expected for _ in range(2)], done.stderr
+    done, lines = started(tmp_path, STOCK, *under_mpirun("SCRIPT", f"{only} exec ", python=sys.executable))
+    assert lines == ["False ValueError"] * 2, done.stderr
     wrong = exported.replace("WORLD_SIZE=2", "WORLD_SIZE=1")
     _, lines = started(tmp_path, EACH, *under_mpirun("SCRIPT import none", wrong))
     assert ["of 2, RANK and WORLD_SIZE say rank" in line for line in lines] == [True, True]

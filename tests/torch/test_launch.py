@@ -132,6 +132,7 @@ def late(who):
     print(who, pickle.loads(pickle.dumps(Mine())).__class__ is Mine, sys.modules["__main__"].__dict__ is globals())
 
 sys.excepthook = lambda *_: late("hook")
+print(sys.modules.get("__mp_main__", sys.modules["__main__"]) is sys.modules["__main__"])
 print(__name__, __file__, __package__, __spec__ and __spec__.name, type(__loader__).__name__)
 print(sys.argv, sys.path[:2], sorted(name for name in globals() if not name.startswith("__")))
 atexit.register(late, "exit function")
@@ -196,6 +197,30 @@ def test_the_store_of_one_process_without_a_launcher(tmp_path, before, asked):
     """
     lines = run(tmp_path, "alone", script, asked, before=before, is_forked=True)
     assert lines == ["b'value' 1 1"] * 2  # the second world has a store of its own
+
+
+WORLD_OF_ONE = """
+    import sys, warnings
+    import torch.distributed as dist
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group(sys.argv[1], **eval(sys.argv[2]))
+        print(["no launcher started" in str(each.message) for each in caught].count(True))
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("before", "asked"), [(RUN, "gloo"), ((), "hpcdist")])
+def test_a_world_of_one_in_a_job_of_several_tasks_warns_unless_its_size_is_given(tmp_path, monkeypatch, before, asked):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(WORLD_OF_ONE))
+    store, url = "store=dist.HashStore()", "init_method='tcp://127.0.0.1:1'"
+    given = [f"dict({each}, rank=0, world_size=1)" for each in ([store, url] if before else [store])]
+    for arguments, count in [*((each, "0") for each in given), *([("{}", "1")] if before else [])]:
+        command = [*forked.python(), *before, path, asked, arguments]
+        done = programs.run(command, folder=tmp_path, timeout=90, SLURM_NTASKS="8")
+        assert done.stdout.split() == [count], done.stderr
 
 
 def test_a_world_of_one_over_a_store_of_its_own_is_left_to_torch(tmp_path):

@@ -68,6 +68,15 @@ def test_launchers(variables, expected):
     assert (launch and (launch.name, launch.rank, launch.size, launch.starts_mpi)) == expected
 
 
+def test_several_processes_of_the_only_rank_of_a_launcher_that_does_not_say_the_size(environ):
+    """The one whose RANK is the launcher's would take MPI's world of one for the world of all."""
+    environ({"PMIX_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"})
+    launch = decision.find_launch()
+    decision.check_size(launch, 2)
+    with pytest.raises(ValueError, match=r"started 1 rank, RANK and WORLD_SIZE say rank 0 of 2"):
+        decision.check_size(launch, 1)
+
+
 @pytest.mark.parametrize(
     ("exported", "size", "text"),
     [

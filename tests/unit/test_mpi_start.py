@@ -193,6 +193,7 @@ def test_an_open_mpi_4_that_srun_did_not_tell_of_its_ranks_is_refused_before_mpi
             runtime.check_launcher(library, launch)
     else:
         runtime.check_launcher(library, launch)
+    assert runtime.may_connect(library, launch) is (not is_refused and (version < (5,) or bool(given)))
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,8 @@ def find_peers(
             decision.check_mpi(launch, world_size)
         world = runtime.check_comm(comm) if comm is not None else runtime.world(timeout)
         own, size = world.Get_rank(), world.Get_size()
-        if comm is None and launch is not None and launch.size == environment.UNKNOWN:
-            decision.find_launch(size)  # raises if WORLD_SIZE says something else
+        if comm is None:
+            decision.check_size(launch, size)
         if rank not in (-1, own) or world_size not in (-1, size):
             raise ValueError(
                 f"init_process_group was given rank {rank} of {world_size}, and this process is rank {own} of {size} "

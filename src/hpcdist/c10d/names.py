@@ -168,6 +168,13 @@ def is_mpi_available() -> bool:
     return True
 
 
+def may_connect(launch: environment.Launch) -> bool:
+    """Tell whether MPI can connect the launcher's ranks, as far as variables show it."""
+    from hpcdist.backends.mpi.process import runtime
+
+    return runtime.may_connect(runtime.load(), launch)
+
+
 def is_nccl_available() -> bool:
     """Tell whether nccl4py is installed, or torch has RCCL, and there is a GPU."""
     if torch.version.hip is not None:

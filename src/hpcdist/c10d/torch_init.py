@@ -59,8 +59,6 @@ def create_world(options: Any, pg_options: Any) -> Group:
     config = lifecycle.choose(launch, None, store if size > 1 else None, None, rank, size)
     if size == 1:
         config = Backend.LOOPBACK
-        if launch is None:
-            decision.warn_if_alone()
     elif any(f":{Backend.TORCH}" in asked for asked in registration.ASKED):  # the library was named explicitly
         config = f"cpu:{config.partition(',')[0].removeprefix('cpu:')},{registration.DEVICES[-1]}:{Backend.TORCH}"
     carried = lifecycle.available_backends(config)

@@ -111,6 +111,7 @@ def main_module(folder: str) -> ModuleType:
     own = 0 if getattr(sys.flags, "safe_path", False) else 1  # python -P puts none there
     sys.path[:own] = [folder]
     made = sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__mp_main__"] = made  # what spawned processes call it: multiprocessing was imported before
     return made
 
 

@@ -15,6 +15,8 @@ from hpcdist.core.backend import Bootstrap
 from hpcdist.core.errors import DistBackendError, add_hint
 from hpcdist.launch import environment
 
+SIZE: list[int] = []  # MPI's, after the first question
+
 
 def find_launch(size: int = environment.UNKNOWN) -> environment.Launch | None:
     """Return how this process was started, for a new world; ValueError if the variables contradict each other.
@@ -29,27 +31,40 @@ def find_launch(size: int = environment.UNKNOWN) -> environment.Launch | None:
 
 
 def with_size(launch: environment.Launch | None) -> environment.Launch | None:
-    """Return a launch with MPI's size if no variable of the launcher says it; then every rank calls this."""
+    """Return a launch with MPI's size if no variable of the launcher says it; then every rank makes the first call."""
     if launch is None or launch.size != environment.UNKNOWN:
         return launch
-    carrier = registry.connect("mpi", Bootstrap(-1, -1, default_pg_timeout))
-    carrier.close()
-    return find_launch(carrier.size)
+    if not SIZE:
+        carrier = registry.connect("mpi", Bootstrap(-1, -1, default_pg_timeout))
+        carrier.close()
+        SIZE.append(carrier.size)
+    return find_launch(SIZE[0])
 
 
-TASKS = ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "PBS_NP")  # the number of a job's tasks: Slurm's, LSF's, Torque's
+def check_size(launch: environment.Launch | None, size: int) -> None:
+    """Raise if RANK and WORLD_SIZE contradict MPI's size, for a launcher that sets no variable of it."""
+    if launch is None or launch.size != environment.UNKNOWN:
+        return
+    counted = find_launch(size)
+    if counted is not None and counted.size != size:  # of processes that the launcher's only rank has started
+        text = (
+            f"who started this process is contradictory: {launch.name} started {size} rank, RANK and WORLD_SIZE say "
+            f"{counted.place}. Unset RANK and WORLD_SIZE, or choose them: {environment.RANKS_FROM}=env"
+        )
+        raise ValueError(add_hint(text, "launchers-disagree"))
+
+
+TASKS = "SLURM_NTASKS"  # LSF's LSB_DJOB_NUMPROC and Torque's PBS_NP count cores, also those of one process's threads
 
 
 def warn_if_alone() -> None:
     """Warn if this process, which no launcher has started, is one in a job of several tasks."""
-    for variable in TASKS:
-        if (count := environment.integer(os.environ, variable) or 0) > 1:
-            text = (
-                f"no launcher started this process, and it is a world of its own in a job of {count} tasks "
-                f"({variable}): start the ranks with srun or mpiexec, or give world_size=1"
-            )
-            warnings.warn(add_hint(text, "no-launcher"), stacklevel=4)
-            return
+    if (count := environment.integer(os.environ, TASKS) or 0) > 1:
+        text = (
+            f"no launcher started this process, and it is a world of its own in a job of {count} tasks "
+            f"({TASKS}): start the ranks with srun or mpiexec, or give world_size=1"
+        )
+        warnings.warn(add_hint(text, "no-launcher"), stacklevel=4)
 
 
 def check_mpi(launch: environment.Launch | None, size: int = -1) -> None:

@@ -19,7 +19,7 @@ WRONG_LIBRARY = (
 WRONG_PMI = (
     "Give srun the process-management interface of your MPI: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH and "
     "Intel MPI (`srun --mpi=list` shows what this Slurm has), or start with that library's mpirun. "
-    "Without MPI, use init_process_group(init_method='slurm://')."
+    "Without MPI, use init_process_group(init_method='slurm://'), or backend 'gloo' with tcp:// or file://."
 )
 WRONG_FLUX_PMI = (
     "Give flux run the process-management interface of your MPI: -o pmi=simple for MPICH and Intel MPI, -o pmi=pmix "
@@ -186,7 +186,7 @@ def names_others() -> bool:
 
 
 # the variables of the rank on the node; LOCAL_RANK is c10d's own and comes first
-LOCAL_RANKS = ("LOCAL_RANK", *(each.local_rank for each in LAUNCHERS))
+LOCAL_RANKS = ("LOCAL_RANK", *(each.local_rank for each in LAUNCHERS if each.local_rank))
 
 
 def first_integer(environment: Mapping[str, str], variables: Iterable[str]) -> int | None:

@@ -9,8 +9,7 @@ what                                                  why                       
                                                       torch's; ``python -m hpcdist run``: "gloo" too
 ``distributed_c10d._new_group_with_tag``              "mpi" with ``use_local_synchronization``, which     2.8.0, 2.14.1
                                                       c10d refuses
-``distributed_c10d.rendezvous``,                      ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
-``.is_mpi_available``
+``distributed_c10d.rendezvous``                       ``python -m hpcdist run``: no address is needed     2.13.0, 2.15.0
 ``distributed_c10d._world`` (default_pg, pg_map,      the group that is meant; the name that was asked    2.13.0, 2.15.0
 pg_backend_config)
 ====================================================  ==================================================  ==============
@@ -34,7 +33,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import decision, environment
 from hpcdist.launch.rendezvous import query
 from hpcdist.torch_bridge import replaced
-from hpcdist.torch_bridge.mirror import NAME, STOCK, fresh_store
+from hpcdist.torch_bridge.mirror import LATE_STORE, NAME, STOCK, fresh_store
 
 # "cuda" is CUDA's and ROCm's; a torch built for CPUs has none, and torch's libraries would still choose it
 DEVICES = [
@@ -76,7 +75,9 @@ def register(
 def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> Iterator[Any]:
     """Take rank and size from an MPI launcher, if the group is ours or the environment lacks what ``env://`` needs."""
     launch = decision.find_launch() if is_ours else environment.detect()
-    if ("MASTER_ADDR" in os.environ and not is_ours) or launch is None or not launch.starts_mpi:
+    is_asked = launch is not None and launch.size == environment.UNKNOWN and LATE_STORE.is_reserved
+    is_torchs = "MASTER_ADDR" in os.environ or is_asked  # a program that does not use hpcdist starts no MPI
+    if launch is None or not launch.starts_mpi or (is_torchs and not is_ours):
         yield from STOCK["env"](url, *args, **kwargs)
         return
     launch = decision.with_size(launch) or launch
@@ -126,6 +127,8 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
         BEGIN_BESIDE[-1](name, default, args[0], kwargs["timeout"])
     elif not is_subgroup:
         launch = decision.find_launch()
+        if name in DIVERTED:
+            launch = decision.with_size(launch)  # which ``hpcdist run`` has asked for: one rank may call this
         starts_own = size > 1 and AT_START == [None]  # the program starts its processes itself
         has_own_store = launch is not None and (rank, size) != (launch.rank, launch.size)  # ``meet`` refuses the others
         if name in DIVERTED and (starts_own or has_own_store):
@@ -134,6 +137,8 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
             decision.check_mpi(launch, size)
         limit_devices(DEVICES)
         if size < 0:  # for "mpi" c10d would use its own MPI, without a store
+            if launch is None:
+                decision.warn_if_alone()
             launch = decision.with_size(launch)
             rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
             args = (fresh_store(), *args[1:])
@@ -195,6 +200,8 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Itera
             )
         yield fresh_store(), launch.rank, launch.size
     elif launch is None and number(world_size, "WORLD_SIZE") in (None, 1) and number(rank, "RANK") in (None, 0):
+        if world_size == -1:
+            decision.warn_if_alone()
         yield fresh_store(), 0, 1
     else:
         yield from STOCK["meet"](url, rank, world_size, **kwargs)
@@ -208,6 +215,5 @@ def divert(launch: environment.Launch | None, is_mpi_available: Callable[[], boo
     AT_START.append(launch)
     patched: Any = c10d
     patched.rendezvous = meet
-    modules: list[Any] = [patched, dist]
-    for module in modules:
-        module.is_mpi_available = is_mpi_available
+    shown: Any = dist  # c10d's own name would send torch to a ProcessGroupMPI that it does not have
+    shown.is_mpi_available = is_mpi_available

@@ -221,6 +221,16 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
         raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
 
 
+def may_connect(MPI: Any, launch: Launch) -> bool:
+    """Tell whether MPI_Init can connect the launcher's ranks, as far as variables show it: Open MPI 5 needs PMIx's."""
+    try:
+        check_launcher(MPI, launch)
+    except DistBackendError:
+        return False
+    name, version = MPI.get_vendor()
+    return name != open_mpi.VENDOR or version < (5,) or NAMESPACE in os.environ
+
+
 def warn_of_little_memory(MPI: Any, launch: Launch | None) -> None:
     """Warn if /dev/shm lacks what MPICH writes there in MPI_Init: the kernel would end this process, without a word."""
     free = memory_file.free_bytes()
