@@ -88,7 +88,7 @@ LINES = [
     (COMMUNICATORS, "                link.streams.failure = self.ended", "                pass"),
     (
         COMMUNICATORS,
-        "                end_apart(streams, comm.abort, ABORT_SECONDS)\n                raise self.ended\n",
+        "                end_apart(streams, comm.abort, ABORT_SECONDS)\n                self.check_live()\n",
         "                pass\n",
     ),
     (COMMUNICATORS, "            if self.ended is not None:\n                return True\n", ""),

@@ -88,8 +88,10 @@ class Launch(NamedTuple):
 
 
 def integer(environment: Mapping[str, str], variable: str) -> int | None:
-    text = environment.get(variable, "")
-    return int(text) if text.strip().lstrip("-").isdigit() else None
+    try:
+        return int(environment.get(variable, ""))
+    except ValueError:  # not set, or not a number
+        return None
 
 
 def launch_by(launcher: Launcher, environment: Mapping[str, str], reason: str) -> Launch | None:
