@@ -134,7 +134,8 @@ def late(who):
 sys.excepthook = lambda *_: late("hook")
 print(sys.modules.get("__mp_main__", sys.modules["__main__"]) is sys.modules["__main__"])
 print(__name__, __file__, __package__, __spec__ and __spec__.name, type(__loader__).__name__)
-print(sys.argv, sys.path[0], sys.path.count(sys.path[0]), sorted(name for name in globals() if not name.startswith("__")))
+print(sys.argv, sys.path[0], sys.path.count(sys.path[0]))
+print(sorted(name for name in globals() if not name.startswith("__")))
 atexit.register(late, "exit function")
 threading.Thread(target=lambda: threading.main_thread().join() or late("thread")).start()
 raise ValueError
