@@ -131,8 +131,9 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
         # without it Open MPI 5 ends the process in MPI_Init: `env -i`, `srun --export=NONE`
         home = os.path.expanduser("~")  # "~" of a user whom the system does not know
         os.environ.setdefault("HOME", home if os.path.isabs(home) else "/")
-        check_launcher(MPI, detect())
-        warn_of_little_memory(MPI, detect())
+        launch = detect()
+        check_launcher(MPI, launch)
+        warn_of_little_memory(MPI, launch)
         intel_mpi.prepare(MPI)
         leave_out_han()
         begin = time.monotonic()
@@ -233,9 +234,11 @@ def may_connect(MPI: Any, launch: Launch) -> bool:
 
 def warn_of_little_memory(MPI: Any, launch: Launch | None) -> None:
     """Warn if /dev/shm lacks what MPICH writes there in MPI_Init: the kernel would end this process, without a word."""
+    if MPI.get_vendor()[0] != "MPICH":
+        return
     free = memory_file.free_bytes()
     needed = MPICH_BYTES * (1 + ((launch.local_rank if launch else None) or 0))
-    if MPI.get_vendor()[0] == "MPICH" and free and free < needed:
+    if free and free < needed:
         text = f"{memory_file.no_room(os.uname().nodename, free, needed)}; else MPICH may end in MPI_Init by SIGBUS"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
