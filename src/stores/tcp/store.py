@@ -219,15 +219,15 @@ class TCPStore(Store):
         deadline = None if seconds < 0 else start + seconds
         is_over = deadline is not None and time.monotonic() >= deadline
         if is_over or not self._session.sleep(_WAIT + body, verb, keys, seconds, deadline):
-            raise wait_timeout(self._missing(keys), seconds, time.monotonic() - start, self.where)
+            raise wait_timeout(self._missing(keys, seconds), seconds, time.monotonic() - start, self.where)
 
-    def _missing(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the missing keys, for a message; all keys if the server does not answer at once."""
+    def _missing(self, keys: Sequence[bytes], seconds: float) -> Sequence[bytes]:
+        """Return the keys missing after a wait of so many seconds; all keys if the server does not answer at once."""
         if len(keys) == 1 or len(keys) > _MOST_NAMED:
             return keys
         frame = b"".join(_CHECK_ONE + pack_strings(key) for key in keys)
         try:
-            answers = self._session.call("check", keys, cancel_limit(0), frame, lambda c: c.read(len(keys)))
+            answers = self._session.call("check", keys, cancel_limit(seconds), frame, lambda c: c.read(len(keys)))
         except DistNetworkError:
             return keys
         return [key for key, answer in zip(keys, answers, strict=True) if bytes((answer,)) != PRESENT] or keys
