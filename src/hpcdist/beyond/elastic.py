@@ -67,7 +67,8 @@ class ElasticJob:
         self.survives = False
         self._everyone: Any = None  # a Backend: the communicator of all processes, workers and spares
         self._members: list[int] = []  # ids of the default group's ranks, in order
-        self._id = self._epoch = self._started = 0  # the last: how many processes were started
+        self._id = self._epoch = 0
+        self._started = 0  # the number of processes that were started
         self._present: list[int] = []  # ids of the processes at the last meeting, by their rank in ``_everyone``
         self._proof: ProofOfDeath | None = None  # if no launcher reports deaths
         self._changed: list[float] = []  # the times of changes of the members
@@ -75,9 +76,9 @@ class ElasticJob:
         self._setup: Callable[[], object] | None = None
         self._holds = False  # whether the snapshot was taken in this job
         self._has_ended = self._is_shown = False
-        self._error: BaseException | None = None  # number of the step or meeting under way
-        self._done = self._every = 0
-        self._stops = self._has_entered = False  # the last step
+        self._error: BaseException | None = None  # of the step or meeting that failed
+        self._done = self._every = 0  # the number of the next step, and of steps between snapshots
+        self._stops = self._has_entered = False  # whether this step is the last, and was entered
 
     # -- what a program calls --------------------------------------------------------------------------
 

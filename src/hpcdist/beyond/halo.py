@@ -39,7 +39,7 @@ from hpcdist.core.work import AllWork, Work
 
 # a dimension and its layers: ghost and outermost cells of the lower end, outermost and ghost cells of the upper end
 Ends = tuple[int, Tensor, Tensor, Tensor, Tensor]
-Step = Callable[[], object]  # the exchange of one dimension, or a part of it
+Step = Callable[[], object]  # a part of the exchange of one dimension: the messages, or a copy before or after them
 Write = Callable[[Tensor, Tensor], Step]  # returns a function that writes the second tensor's values to the first one
 ARRAYS_KEPT = 2
 contiguous_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
@@ -249,7 +249,7 @@ class HaloExchange:
         return WithGradient.apply(tensor, self._padded, self._unpadded)
 
     def _check(self, tensor: Tensor, layers: int) -> None:
-        """Raise if the group has no backend for a tensor, or it has too few layers of cells for ``times`` the width."""
+        """Raise if the group has no backend for a tensor, or it has fewer cells than ``layers`` times the width."""
         self._group.backend(tensor.device)
         sizes = tensor.shape[-len(self.dims) :]
         needed = [layers * width for width in self.width]
@@ -295,13 +295,16 @@ class HaloExchange:
         """Return the gradient of the cells, with that of the ghost cells which are their copies added."""
         whole = gradient.clone(memory_format=torch.contiguous_format)
         for dim, low, first, last, high in reversed(self._ends(whole)):
-            self._swap(dim, (low, high), (first, last), make_add)()
+            for step in self._swap(dim, (low, high), (first, last), make_add):
+                step()
         return self._inner(whole)
 
     def _filling(self, whole: Tensor) -> list[Step]:
-        """Return a function that copies outermost cells to the neighbours' ghost cells, dimension after dimension."""
-        ends = self._ends(whole)
-        return [self._swap(dim, (first, last), (low, high), make_copy) for dim, low, first, last, high in ends]
+        """Return the steps that copy outermost cells to the neighbours' ghost cells, dimension after dimension."""
+        steps: list[Step] = []
+        for dim, low, first, last, high in self._ends(whole):
+            steps += self._swap(dim, (first, last), (low, high), make_copy)
+        return steps
 
     def _ends(self, whole: Tensor) -> list[Ends]:
         """Return the dimensions in which this rank has neighbours, and the layers of cells that they exchange."""
@@ -314,11 +317,11 @@ class HaloExchange:
                 found.append((dim, low, first, last, high))
         return found
 
-    def _swap(self, dim: int, given: Sequence[Tensor], targets: Sequence[Tensor], write: Write) -> Step:
-        """Return a function that sends layers to the previous and next neighbour, and writes those that they send."""
+    def _swap(self, dim: int, given: Sequence[Tensor], targets: Sequence[Tensor], write: Write) -> list[Step]:
+        """Return the steps that send layers to the previous and next neighbour, and write those that they send."""
         before, after = self._neighbours[dim]
         if before == after == self._group.rank():
-            return one_after_another([write(targets[1], given[0]), write(targets[0], given[1])])
+            return [write(targets[1], given[0]), write(targets[0], given[1])]
         # if both neighbours are one rank, its first message, its lower end, belongs to the upper end here
         ends = [(peer, target) for peer, target in ((after, targets[1]), (before, targets[0])) if peer is not None]
         buffer_for = contiguous_like if write is make_add else for_writing  # the target itself, if possible
@@ -333,14 +336,4 @@ class HaloExchange:
         exchange = between(self._group, sends, recvs, are_plain)
         first = [make_copy(buffer, layer) for buffer, _, layer in sent if buffer is not layer]
         last = [write(target, buffer) for buffer, _, target in received if buffer is not target]
-        return one_after_another([*first, exchange, *last]) if first or last else exchange
-
-
-def one_after_another(steps: list[Step]) -> Step:
-    """Return a function that runs several steps."""
-
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
+        return [*first, exchange, *last]
