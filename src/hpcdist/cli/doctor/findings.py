@@ -22,9 +22,6 @@ class Finding(NamedTuple):
 
 def differing(values: Iterable[str | None]) -> str:
     """Return the ranks of each value as text; empty if all have the same."""
-    seen = ranks_by_value(values)
-    return (
-        "; ".join(f"{value or 'none'} on {format_ranks(those)}" for value, those in seen.items())
-        if len(seen) > 1
-        else ""
-    )
+    if len(seen := ranks_by_value(values)) < 2:
+        return ""
+    return "; ".join(f"{value or 'none'} on {format_ranks(those)}" for value, those in seen.items())

@@ -27,11 +27,7 @@ def look(comm: Any) -> Facts:
         "free": memory_file.free_bytes(),
         "locked": locked_limit(),
         "processor": topology.processor(),
-        "thresholds": {
-            "setting": setting,
-            "file": file,
-            "error": error,
-        },  # their source
+        "thresholds": {"setting": setting, "file": file, "error": error},  # their source
         "tried": None,
         "ranks": 1,
     }
