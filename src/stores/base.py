@@ -76,7 +76,7 @@ class Store(KeptAlive, TorchStore):
     """
 
     where = "the store"
-    _prefix = b""  # before each key, where it is kept; key and prefix are a name
+    _prefix = b""  # put before each key; a key with its prefix is a *name*
     timeout: timedelta  # torch's property, which reads the C++ half; torch's stubs do not have it
 
     def __init__(self) -> None:
@@ -118,7 +118,8 @@ class Store(KeptAlive, TorchStore):
         """Return a value, waiting for the key up to the store's timeout.
 
         Raises:
-            DistStoreError: If the key did not come in time.
+            DistStoreError: If the key did not come in time, or a server did not answer in time.
+            DistNetworkError: If a server has ended, at once.
         """
         raise NotImplementedError
 
@@ -143,7 +144,7 @@ class Store(KeptAlive, TorchStore):
         raise NotImplementedError
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys are there, without waiting."""
+        """Return whether all keys (or queues that are not empty) are there, without waiting."""
         raise NotImplementedError
 
     def wait_until(self, names: list[bytes], seconds: float) -> None:

@@ -83,7 +83,10 @@ class DictStore(Store):
     def check(self, keys: Sequence[Text]) -> bool:
         names = self._names(keys)
         with self._reading():
-            return all(name in self._data for name in names)
+            return not self._missing(names)
+
+    def _missing(self, names: list[bytes]) -> list[bytes]:
+        return [name for name in names if name not in self._data]
 
     def wait_until(self, names: list[bytes], seconds: float) -> None:
         self._when_there(names, seconds, lambda: None)

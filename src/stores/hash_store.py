@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from hpcdist_stores.base import Text, as_bytes, deadline_after
@@ -43,11 +43,6 @@ class HashStore(DictStore):
             self._wait(lambda: [name for name in names if name not in self._data], seconds)
             return use()
 
-    def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys (or queues that are not empty) are there."""
-        names = self._names(keys)
-        with self._changed:
-            return not self._missing(names)
 
     def wait_until(self, names: list[bytes], seconds: float) -> None:
         with self._changed:
@@ -84,6 +79,7 @@ class HashStore(DictStore):
         return self
 
     def _missing(self, names: list[bytes]) -> list[bytes]:
+        """Return the names without a key and without values in a queue."""
         return [name for name in names if name not in self._data and not self._queues.get(name)]
 
     def _wait(self, absent: Callable[[], list[bytes]], seconds: float) -> None:

@@ -89,10 +89,6 @@ def _is_readable() -> bool:
 _READABLE = _is_readable()
 
 
-def is_held_by_cpp(kept: object) -> bool:
-    """Return whether C++ still holds the object (True if unknown)."""
-    return not _READABLE or _count_owners(kept) > 1
-
 
 # references to what only a list holds. A variable would not do: whether its value on the way to a call is one more
 # reference depends on the version of Python, and from 3.14 on (LOAD_FAST_BORROW) on the code around it
@@ -125,7 +121,7 @@ class KeptAlive:
         # of 16
         if halves is not None and (half := halves[address(self) >> to_pointers]) and counts[half >> to_counts] == 1:
             return
-        if is_finalizing() or not is_held_by_cpp(self):
+        if is_finalizing() or (_READABLE and _count_owners(self) <= 1):
             return
         if _kept:
             release()  # first the others: C++ has had no time to release this one

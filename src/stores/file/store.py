@@ -86,8 +86,7 @@ class FileStore(DictStore):
         while True:
             seen = self._log.state()  # before reading, so that writes in between change it
             with self._log.reading(lock_deadline):
-                missing = [name for name in names if name not in self._data]
-                if not missing:
+                if not (missing := self._missing(names)):
                     return use()
             while True:
                 now = time.monotonic()

@@ -36,10 +36,7 @@ class Connection:
         self.sock = sock
         self.send = sock.sendall
         self.recv = sock.recv
-        self.rest, self.at = (
-            b"",
-            0,
-        )  # the last data, and how far it was read: several answers may come together
+        self.rest, self.at = b"", 0  # the last data, and how far it was read: several answers may come together
         self.is_ours = False
         self.set_limit(limit)
 
@@ -53,7 +50,7 @@ class Connection:
         return self.read(size)
 
     def read(self, size: int) -> bytes:
-        """Return exactly ``count`` bytes."""
+        """Return exactly ``size`` bytes."""
         begin, end = self.at, self.at + size
         if end > len(self.rest):
             self._receive(size)
@@ -62,7 +59,7 @@ class Connection:
         return self.rest[begin:end]
 
     def _receive(self, size: int) -> None:
-        """Receive until there are ``count`` bytes."""
+        """Receive until there are ``size`` bytes."""
         data = self.rest[self.at :] or self.recv(FEW)
         if (left := size - len(data)) > 0:
             parts = [data]

@@ -161,12 +161,6 @@ class TCPStore(Store):
         self._session.call(verb, (key,), self._limit, frame, _read_nothing)
 
     def get(self, key: Text) -> bytes:
-        """Return a value, waiting for the key up to the store's timeout.
-
-        Raises:
-            DistStoreError: If the key did not come in time, or the server did not answer in time.
-            DistNetworkError: If the server has ended, at once.
-        """
         name = self._name(key)
         packed = _pack(len(name)) + name
         return self._get("get", (name,), _ONE + packed, _GET + packed, Connection.read_value)
@@ -245,7 +239,6 @@ class TCPStore(Store):
         return _i64(self._ask(frame, 8, "add to", (key,)))[0]
 
     def check(self, keys: Sequence[Text]) -> bool:
-        """Return whether all keys (or queues that are not empty) are there, without waiting."""
         names = self._names(keys)
         return self._ask(_CHECK + pack_keys(names), 1, "check", names) == PRESENT
 
@@ -308,20 +301,10 @@ class TCPStore(Store):
         return self._name(key)
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put a value at the end of a queue (not confirmed, as with set).
-
-        Raises:
-            NotImplementedError: If the store was made with ``use_libuv=False``, by all queue calls, as with torch's.
-        """
+        """Put a value at the end of a queue (not confirmed, as with set)."""
         self._send(_R[Request.QUEUE_PUSH], "queue_push to", self._queue_key(key), as_bytes(value, "value"))
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the oldest value of a queue.
-
-        Raises:
-            QueueEmptyError: If there is none and ``block`` is False; never if it is True.
-            DistStoreError: If none came within the store's timeout.
-        """
         name = self._queue_key(key)
         packed = pack_strings(name)
 
@@ -371,7 +354,6 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """Return the server's host, as given."""
         return self._host
 
     @property
