@@ -43,7 +43,6 @@ class HashStore(DictStore):
             self._wait(lambda: [name for name in names if name not in self._data], seconds)
             return use()
 
-
     def wait_until(self, names: list[bytes], seconds: float) -> None:
         with self._changed:
             self._wait(lambda: self._missing(names), seconds)

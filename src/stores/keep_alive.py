@@ -89,7 +89,6 @@ def _is_readable() -> bool:
 _READABLE = _is_readable()
 
 
-
 # references to what only a list holds. A variable would not do: whether its value on the way to a call is one more
 # reference depends on the version of Python, and from 3.14 on (LOAD_FAST_BORROW) on the code around it
 _PROBE = [object()]

@@ -97,8 +97,8 @@ def test_port_host_and_clients():
 
 def test_the_master_waits_for_the_workers():
     ends_at(
-        1.0,
-        lambda: stores.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1.0)),
+        3.0,  # a busy machine needs more than 1 s to start the server
+        lambda: stores.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=3.0)),
         dist.DistStoreError,
         r"1/2 clients joined",
     )
