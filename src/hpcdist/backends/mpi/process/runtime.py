@@ -253,8 +253,8 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
         return
     text = (
         f"{launch.account}, but the MPI library that mpi4py loaded sees a world of 1: {short_name(MPI)}. The ranks are "
-        f"not connected, and separate worlds of one rank would run side by side. {launch.remedy} If no launcher started "
-        f"this process, unset {launch.variable}, which is left from another job"
+        f"not connected, and separate worlds of one rank would run side by side. {launch.remedy} If no launcher "
+        f"started this process, unset {launch.variable}, which is left from another job"
     )
     raise DistBackendError(add_hint(text, "separate-worlds"))
 
