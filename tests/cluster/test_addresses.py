@@ -151,6 +151,15 @@ def test_the_doctor_finds_names_that_mean_the_loopback_and_blocked_datagrams(deb
     assert done.returncode != 0
 
 
+@pytest.mark.skipif(LIBRARY != "openmpi", reason="MPICH's mpirun knows IPv4 addresses only")
+def test_the_doctor_connects_hosts_where_there_is_no_ipv4(ipv6: Cluster) -> None:
+    command = [sys.executable, "-m", "hpcdist", "doctor", "--json"]
+    done = launch.run(ipv6, (1, 1), command, seconds=120, names_interface=False, **QUIET)
+    page = json.loads(done.stdout[done.stdout.index("{") :])
+    found = [each for each in page["findings"] if each["topic"] == "Network between nodes"]
+    assert {each["level"] for each in found} == {"note", "ok"}, found
+
+
 @smoke
 @needs_mpi
 def test_bench_runs_across_hosts_and_counts_what_they_send(debian: Cluster) -> None:
@@ -178,3 +187,17 @@ def test_tune_measures_several_hosts(cluster: Cluster) -> None:
     assert set(places["nodes of one rank"]) == set(HALF_BETWEEN)
     done = launch.run(cluster, (1, 1, 1), [*hpcdist, "bench", "--explain"], seconds=120, HPCDIST_SHM=str(file))
     assert f"measured on this processor: {file}" in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+@needs_mpi
+@pytest.mark.parametrize("there", [0, 1])
+def test_the_file_of_thresholds_on_the_host_of_rank_0_counts_for_all(cluster: Cluster, there: int) -> None:
+    path = f"/tmp/thresholds-{there}.json"  # each host has a /tmp of its own
+    cluster.hosts[there].run(["bash", "-c", f"echo '{{}}' > {path}"])
+    cluster.hosts[2].run(["bash", "-c", f"echo '{{' > {path}"])  # and this one is broken
+    done = launch.run(cluster, (1, 1, 1), [sys.executable, JOB, "gloo"], HPCDIST_SHM=path, **QUIET)
+    if there == 0:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert f"thresholds of shared memory in '{path}' on n1: [Errno 2]" in done.stderr

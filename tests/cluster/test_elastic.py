@@ -17,6 +17,7 @@ import pytest
 from tests.cluster.hosts import Cluster, Host
 from tests.cluster.launch import Job
 from tests.cluster.slurm import Slurm, why_not
+from tests.cluster.test_addresses import run_on_each
 from tests.cluster.test_faults import GONE_SECONDS, START_SECONDS, ULFM, assert_gone
 from tests.faults.test_elastic_job import ends
 
@@ -140,3 +141,33 @@ def test_a_rank_that_computes_for_long_while_others_send_to_it_is_not_lost(clust
         slurm.environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OPAL_PREFIX": sys.prefix}
         done = slurm.srun(str(script), seconds=240)
         assert done.stdout.count("ends 4 0") == 4, done.stdout + done.stderr
+
+
+RESTARTED = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+import hpcdist as dist
+dist.init_process_group(timeout=timedelta(seconds=20))
+dist.all_reduce(total := torch.ones(1))
+died = Path(sys.argv[1])
+if not died.exists():
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        died.touch()
+        os.kill(os.getpid(), 9)
+    time.sleep(60)
+print("ends", int(total), flush=True)
+"""
+
+
+def test_torchruns_agents_restart_the_ranks_of_all_hosts(cluster: Cluster) -> None:
+    """Each agent has a number of restarts of its own: that of a host without a failure stays 0."""
+    script = Path(tempfile.mkdtemp(dir=cluster.shared), "restarted.py")
+    script.write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "n1:29504", str(script), str(script.with_name("died"))]
+    told = "".join(run_on_each(cluster, 2, command)).splitlines()
+    assert told == ["ends 4"] * 4

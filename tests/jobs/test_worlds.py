@@ -1,9 +1,14 @@
 """Worlds that begin and end again and again, found through a store: in each cycle all must meet again."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 
+import hpcdist_stores as stores
+from hpcdist.launch import rendezvous
 from tests.forked import mpirun, python
 from tests.ports import free_port
 from tests.programs import BIN, HAS_ULFM, output, run, start
@@ -94,6 +99,49 @@ def test_the_next_world_of_torchruns_workers(program):
     result = run([BIN / "torchrun", "--standalone", "--nproc-per-node", "2", program, "agent"], timeout=90)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("done") == 2
+
+
+RESTARTED = """
+import os
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+dist.all_reduce(tensor := torch.ones(1))
+assert tensor == dist.get_world_size() == 2
+print("done", dist.get_rank())
+"""
+
+
+def test_the_workers_of_two_agents_that_count_different_restarts():
+    """Only the agent whose worker has failed counts; rank 0 was killed before all had met the last time."""
+    server = stores.TCPStore("127.0.0.1", 0, None, True)
+    server.set(rendezvous.INVITATION, "world/of a rank 0 that was killed")
+    agent = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    agent |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    command = [*python(), "-c", RESTARTED]
+    ranks = [start(command, RANK=rank, TORCHELASTIC_RESTART_COUNT=rank, **agent) for rank in "10"]
+    try:
+        outputs = [output(each, timeout=90) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert all("done" in out for out, _ in outputs), outputs
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_rank_that_met_a_prefix_of_a_killed_rank_0_is_sent_on(deletes, monkeypatch):
+    store = stores.HashStore()
+    if not deletes:
+        monkeypatch.setattr(store, "delete_key", Mock(side_effect=NotImplementedError))
+    store.set(rendezvous.INVITATION, "left")
+    limit = timedelta(seconds=20)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(rendezvous.meet, store, 1, 2, limit)
+        stores.PrefixStore("left", store).wait(["rank 1"], limit)
+        rendezvous.meet(store, 0, 2, limit).set("key", "value")
+        assert other.result(30).get("key") == b"value"
 
 
 LATE_STORE = """

@@ -280,5 +280,23 @@ def test_a_world_of_one_where_the_launcher_says_only_the_rank() -> None:
         Get_library_version=lambda: "MPICH Version: 4.0.2", COMM_WORLD=SimpleNamespace(Get_size=lambda: 1)
     )
     runtime.check_world(library, detect({"PMIX_RANK": "0"}))  # it may be the only one
-    with pytest.raises(dist.DistBackendError, match="started this process as rank 1, but the MPI library"):
+    with pytest.raises(dist.DistBackendError, match=r"as rank 1, but the MPI library .* unset PMIX_RANK, which"):
         runtime.check_world(library, detect({"PMIX_RANK": "1"}))
+
+
+@pytest.mark.parametrize("variable", runtime.PMIX)
+def test_variables_of_pmix_with_which_mpich_would_end_the_process(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself, as a shell may have kept it; not beside the descriptor of MPICH's own launcher."""
+    for name in (*runtime.PMIX, runtime.DESCRIPTOR):
+        monkeypatch.delenv(name, raising=False)
+    library = SimpleNamespace(
+        Get_library_version=lambda: "MPICH Version: 5.0.2", get_vendor=lambda: ("MPICH", (5, 0, 2))
+    )
+    runtime.check_launcher(library, None)
+    monkeypatch.setenv(variable, "0")
+    with pytest.raises(dist.DistBackendError, match=r"in MPI_Init: .* unset PMIX_NAMESPACE and PMIX_RANK, which are"):
+        runtime.check_launcher(library, detect({"PMIX_RANK": "0"}))
+    monkeypatch.setenv(runtime.DESCRIPTOR, "5")
+    runtime.check_launcher(library, None)

@@ -116,10 +116,12 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     A store may outlive its world: torchrun's agent has one for all worlds of its workers, and rank 0's server lives
     until rank 0 has destroyed its world, while another rank may begin the next one already. It would read the keys of
     the earlier world. So rank 0 publishes a new prefix, and removes that key before any rank continues; a rank that
-    waits for it at a server that ends (LostServerError) searches for the next server.
+    waits for it at a server that ends (LostServerError) searches for the next server. A rank 0 that was killed has not
+    removed its key: the next one finds it, and sends the ranks that wait there on to its own prefix.
     """
+    own = f"world/{secrets.token_hex(8)}"
     if size == 1:
-        return store
+        return stores.PrefixStore(own, store)
     if rank > 0:
         deadline = time.monotonic() + timeout.total_seconds()
         store.wait([INVITATION], timeout)
@@ -128,13 +130,17 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
                 seconds = timeout.total_seconds()
                 raise wait_timeout([INVITATION.encode()], seconds, seconds, "the store of the program")
             time.sleep(LOST_PAUSE)
-        world = stores.PrefixStore(name, store)
-        world.set(f"rank {rank}", "")
-        world.wait([COMPLETE], timeout)
+        while name:
+            world = stores.PrefixStore(name, store)
+            world.set(f"rank {rank}", "")
+            world.wait([COMPLETE], timeout)
+            name = world.get(COMPLETE).decode()
         return world
-    name = f"world/{secrets.token_hex(8)}"
-    world = stores.PrefixStore(name, store)
-    store.set(INVITATION, name)
+    world = stores.PrefixStore(own, store)
+    left = store.get(INVITATION).decode() if store.check([INVITATION]) else ""
+    store.set(INVITATION, own)
+    if left:
+        stores.PrefixStore(left, store).set(COMPLETE, own)
     try:
         world.wait([f"rank {other}" for other in range(1, size)], timeout)
     finally:
@@ -193,9 +199,8 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     rank, world_size = required("env", found["RANK"], found["WORLD_SIZE"])
     host, port = found["MASTER_ADDR"], found["MASTER_PORT"]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        agent = stores.TCPStore(host, port, timeout=timeout)
-        yield stores.PrefixStore(f"/worker/attempt_{restarts}", agent), rank, world_size
+        # without TORCHELASTIC_RESTART_COUNT, which differs between nodes: an agent counts its own workers' failures
+        yield stores.TCPStore(host, port, timeout=timeout), rank, world_size
     else:
         yield stores.TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True), rank, world_size
 

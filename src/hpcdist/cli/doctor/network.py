@@ -29,7 +29,7 @@ AT_ONCE = 32
 def listening(word: bytes) -> Iterator[int]:
     """Send ``word`` to each client that connects; yield the port."""
     ended = threading.Event()
-    with socket.create_server(("", 0), backlog=1024) as server:
+    with socket.create_server(("", 0), family=addresses.family(), backlog=1024) as server:
         server.settimeout(0.2)
 
         def serve() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def read(path: Path) -> Content:
             measured(content, name)
     except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         expected = "expected the file that `python -m hpcdist tune` wrote"
-        raise ValueError(f"thresholds of shared memory in {str(path)!r}: {error}; {expected}") from error
+        place = f"{str(path)!r} on {socket.gethostname()}"  # rank 0's host, whose file is read for all
+        raise ValueError(f"thresholds of shared memory in {place}: {error}; {expected}") from error
     return content
 
 

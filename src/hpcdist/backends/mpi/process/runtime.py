@@ -54,6 +54,7 @@ INSTALL_HINT = (
 PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for processes that it starts
 PREFIX = "OPAL_PREFIX"  # the prefix of Open MPI's installation
 NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
+PMIX = (NAMESPACE, "PMIX_RANK")  # MPICH 5 looks at both
 
 START_SECONDS: list[float] = []  # seconds that MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialized, and finalizes
@@ -213,13 +214,14 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
             f"by PMIx, and this launcher does not. {remedy}"
         )
         raise DistBackendError(add_hint(lacking, "separate-worlds"))
-    is_pmix = has_pmix and DESCRIPTOR not in os.environ
+    is_pmix = not os.environ.keys().isdisjoint(PMIX) and DESCRIPTOR not in os.environ
     if name == "MPICH" and version >= (5,) and is_pmix and "pmix" not in MPI.Get_library_version().lower():
         text = (
             f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built "
-            f"without PMIx, by which this launcher connects its ranks. {remedy}"
+            f"without PMIx, by which this launcher connects its ranks. {remedy}{' ' * bool(remedy)}"
+            f"If no launcher started this process, unset {' and '.join(PMIX)}, which are left from another job"
         )
-        raise DistBackendError(add_hint(text.rstrip(), "separate-worlds"))
+        raise DistBackendError(add_hint(text, "separate-worlds"))
 
 
 def may_connect(MPI: Any, launch: Launch) -> bool:
@@ -251,7 +253,8 @@ def check_world(MPI: Any, launch: Launch | None) -> None:
         return
     text = (
         f"{launch.account}, but the MPI library that mpi4py loaded sees a world of 1: {short_name(MPI)}. The ranks are "
-        f"not connected, and separate worlds of one rank would run side by side. {launch.remedy}"
+        f"not connected, and separate worlds of one rank would run side by side. {launch.remedy} If no launcher "
+        f"started this process, unset {launch.variable}, which is left from another job"
     )
     raise DistBackendError(add_hint(text, "separate-worlds"))
 
