@@ -107,6 +107,15 @@ def test_the_end_raises_the_error_of_a_call_that_nobody_got(world, is_told, devi
         dist.destroy_process_group(group)
 
 
+def test_torchs_own_watchdog_has_more_time(world):
+    group = dist.new_group(backend=CONFIG, timeout=timedelta(hours=1))
+    inner = group.backend("cuda").inner
+    assert inner.options._timeout > timedelta(hours=1)
+    group.set_timeout(timedelta(hours=2))
+    assert inner.options._timeout > timedelta(hours=2)
+    dist.destroy_process_group(group)
+
+
 def test_the_end_after_a_timeout_does_not_wait_for_torchs_watchdog(world, rank, size, device):
     group, tensor = dist.new_group(backend=CONFIG, timeout=timedelta(seconds=1)), torch.ones(1, device=device)
     dist.all_reduce(tensor, group=group)

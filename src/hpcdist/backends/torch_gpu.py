@@ -115,6 +115,11 @@ class TorchBackend(C10dBackend, Faults):
         if hasattr(self.inner, "eager_connect_single_device"):
             self.inner.eager_connect_single_device(device)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of later calls, for torch's own watchdog."""
+        if hasattr(self.inner, "_set_default_timeout"):
+            self.inner._set_default_timeout(timeout + OWN_WATCHDOG_LATER)
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The GPU that is current."""

@@ -368,8 +368,8 @@ def nothing(stream: int) -> None:
 def elsewhere(backend: Backend, name: str, tensor: torch.Tensor, device: torch.device) -> DistBackendError:
     """Return the error of a tensor on another GPU than the communicator or the call's other tensors."""
     return DistBackendError(
-        f"{name} on rank {backend.rank} of {backend.size}: a tensor is on {tensor.device}, and the other tensors or the "
-        f"group's communicator are on {device}: move it there"
+        f"{name} on rank {backend.rank} of {backend.size}: a tensor is on {tensor.device}, and the other tensors or "
+        f"the group's communicator are on {device}: move it there"
     )
 
 
