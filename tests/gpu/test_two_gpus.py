@@ -46,6 +46,17 @@ def test_nccl_refuses_a_tensor_on_another_gpu(rank, size, device, other):
     assert here.tolist() == [1] * 4
 
 
+def test_an_asynchronous_call_looks_for_a_capture_on_its_own_gpu(world, size, device, other, monkeypatch):
+    tensor, streams, seen = torch.ones(4, device=device), world.backend("cuda").communicators.group.streams, []
+    monkeypatch.setattr(streams, "is_capturing", lambda: bool(seen.append(torch.cuda.current_device())))
+    torch.cuda.set_device(other)
+    work = dist.all_reduce(tensor, async_op=True)
+    torch.cuda.set_device(device)
+    work.wait()
+    assert set(seen) == {device.index}
+    assert tensor.tolist() == [size] * 4
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_torchs_library_refuses_one_call_on_two_gpus(is_async, rank, size, device, other):
     group = dist.new_group(backend="cpu:mpi,cuda:torch")
