@@ -100,7 +100,7 @@ MUTANTS = [Mutant(f"hpcdist/backends/nccl/{file}", old, new, "") for file, old, 
 def judge(folder: Path) -> str | None:
     """Return what catches the mutant in a folder, or None."""
     for ranks, files in (
-        (1, ("watch.py", "lifetimes.py", "streams.py", "torch_nccl.py")),
+        (1, ("watch.py", "lifetimes.py", "streams.py", "torch_nccl.py", "two_gpus.py")),
         (2, ("lifetimes.py", "groups_and_messages.py", "collectives.py::test_input_and_output_that_share_memory")),
     ):
         failure = run(folder, ranks, *EMULATED, *(f"tests/gpu/test_{each}" for each in files))

@@ -1,6 +1,7 @@
 """torch's own C++ backend by the name "torch": over a store that is opened over MPI, with groups, meshes and an end."""
 
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -104,3 +105,28 @@ def test_the_end_raises_the_error_of_a_call_that_nobody_got(world, is_told, devi
             caught.value.with_traceback(None)  # as unittest's assertRaises does
     with nullcontext() if is_told else pytest.raises(dist.DistBackendError, match="the first"):
         dist.destroy_process_group(group)
+
+
+def test_torchs_own_watchdog_has_more_time(world):
+    group = dist.new_group(backend=CONFIG, timeout=timedelta(hours=1))
+    inner = group.backend("cuda").inner
+    assert inner.options._timeout > timedelta(hours=1)
+    group.set_timeout(timedelta(hours=2))
+    assert inner.options._timeout > timedelta(hours=2)
+    dist.destroy_process_group(group)
+
+
+def test_the_end_after_a_timeout_does_not_wait_for_torchs_watchdog(world, rank, size, device):
+    group, tensor = dist.new_group(backend=CONFIG, timeout=timedelta(seconds=1)), torch.ones(1, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    is_late = rank == 0 and size > 1
+    if is_late:
+        dist.all_reduce(tensor, group=group)  # which the others do not make
+        torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(dist.DistBackendError, match="has not ended after") if is_late else nullcontext():
+        dist.destroy_process_group(group)
+    dist.all_reduce(tensor)  # the world goes on
+    dist.barrier()

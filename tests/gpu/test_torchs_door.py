@@ -99,6 +99,23 @@ def test_a_message_that_is_refused_leaves_nothing_held_back(rank, size, device):
     assert target.tolist() == [size] * 3
 
 
+def test_an_error_inside_a_coalescing_manager_drops_what_is_held_back(group, rank, size, device):
+    dropped, tensor = torch.ones(3, device=device), torch.ones(3, device=device)
+
+    def fail():
+        with _coalescing_manager(group, device=device):
+            c10d.broadcast(dropped, 0, group=group)
+            c10d.broadcast([dropped], 0, group=group)  # which torch refuses before it asks the group
+
+    with pytest.raises(TypeError, match="Expected parameter `tensor`"):
+        fail()
+    c10d.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [size] * 3
+    with _coalescing_manager(group, device=device):
+        c10d.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [size**2] * 3
+
+
 def test_groups_of_a_world_that_is_bound_to_a_gpu(world, rank, size, device):
     world.bound_device_id = device
     try:

@@ -46,6 +46,39 @@ def test_nccl_refuses_a_tensor_on_another_gpu(rank, size, device, other):
     assert here.tolist() == [1] * 4
 
 
+def test_an_asynchronous_call_looks_for_a_capture_on_its_own_gpu(world, size, device, other, monkeypatch):
+    tensor, streams, seen = torch.ones(4, device=device), world.backend("cuda").communicators.group.streams, []
+    monkeypatch.setattr(streams, "is_capturing", lambda: bool(seen.append(torch.cuda.current_device())))
+    torch.cuda.set_device(other)
+    work = dist.all_reduce(tensor, async_op=True)
+    torch.cuda.set_device(device)
+    work.wait()
+    assert set(seen) == {device.index}
+    assert tensor.tolist() == [size] * 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_torchs_library_refuses_one_call_on_two_gpus(is_async, rank, size, device, other):
+    group = dist.new_group(backend="cpu:mpi,cuda:torch")
+    here, large = torch.ones(4, device=device), torch.ones(4 * size, device=device)
+    torch.cuda.set_device(other)
+    there, larger = torch.ones(4, device=other), torch.ones(4 * size, device=other)
+    torch.cuda.set_device(device)
+    for call in (
+        lambda: dist.all_gather_into_tensor(larger, here, group, is_async),
+        lambda: dist.all_gather_into_tensor(large, there, group, is_async),
+        lambda: dist.reduce_scatter_tensor(there, large, dist.ReduceOp.SUM, group, is_async),
+        lambda: dist.all_to_all_single(larger, large, None, None, group, is_async),
+    ):
+        with pytest.raises(dist.DistBackendError) as error:
+            call()
+        assert f"on {other}" in str(error.value)
+        assert f"on {device}" in str(error.value)
+    dist.all_gather_into_tensor(large, here, group)
+    assert large.tolist() == [1] * 4 * size
+    dist.destroy_process_group(group)
+
+
 def test_mpi_carries_tensors_of_two_gpus_side_by_side(rank, size, device, other):
     group = dist.new_group(backend="mpi")
     streams, begun = [], []

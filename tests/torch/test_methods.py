@@ -47,6 +47,24 @@ def test_coalesced(pg, rank, size):
         torch_dist.all_reduce(ones[1], op=dist.ReduceOp.MAX)
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_an_error_inside_torchs_coalescing_manager_leaves_nothing_held_back(device, size):
+    tensor = torch.ones(2)
+
+    def fail():
+        with torch_dist._coalescing_manager(device=device):
+            torch_dist.all_reduce(torch.ones(2))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    torch_dist.all_reduce(tensor)
+    assert tensor.tolist() == [size] * 2
+    with torch_dist._coalescing_manager(device=device):
+        torch_dist.all_reduce(tensor)
+    assert tensor.tolist() == [size**2] * 2
+
+
 def test_monitored_barrier(pg, rank, size):
     pg.monitored_barrier(timedelta(seconds=30))
     pg.monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)

@@ -190,6 +190,7 @@ class Job:
                 "has_asker": True,
                 "number": NUMBER,
                 "peer": None,
+                "root": None,
                 "shape": [4],
                 "seconds": 60 + rank % 2,
             }

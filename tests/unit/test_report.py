@@ -16,6 +16,7 @@ BARRIER = {
     "number": 7,
     "message": False,
     "peer": None,
+    "root": None,
     "shape": None,
     "dtype": "",
     "seconds": 1.5,
@@ -44,6 +45,15 @@ def test_a_message_names_its_peer_and_a_call_of_some_ranks_all_that_may_be_missi
     assert lines == [
         "rank 1 is not in a call of hpcdist, at train.py:9 (main)",
         "rank 2 has not met it; its process is stopped",
+    ]
+
+
+def test_ranks_in_one_call_with_several_roots():
+    mine = {**BARRIER, "name": "broadcast", "root": 0}
+    there = {rank: {"calls": [{**mine, "root": root}]} for rank, root in ((1, 2), (2, 0), (3, 2))}
+    assert report.compose(mine, 0, range(4), there, lambda _: "") == [
+        "the roots differ: ranks 0, 2: rank 0; ranks 1, 3: rank 2",
+        "ranks 0 to 3 are in it",
     ]
 
 

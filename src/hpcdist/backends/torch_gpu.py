@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
-from hpcdist.backends.nccl.backend import ALONE, named
+from hpcdist.backends.nccl.backend import ALONE, elsewhere, named
 from hpcdist.backends.nccl.streams import (
     GRAPH_SECONDS,
     Batch,
@@ -38,6 +39,8 @@ from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
 from hpcdist.torch_bridge import private_names
 
+# torch's own watchdog would end the process, and dump first, for which the end of a group would wait
+OWN_WATCHDOG_LATER = timedelta(minutes=1)
 KIND = "xpu" if getattr(torch.version, "xpu", None) else "cuda"  # torch's name for ROCm's GPUs is cuda too
 GPUS: Any = getattr(torch, KIND)
 
@@ -57,7 +60,7 @@ def process_group(bootstrap: Bootstrap) -> Any:
             )
         )
     options = bootstrap.options if isinstance(bootstrap.options, made.Options) else made.Options()
-    options._timeout = bootstrap.timeout
+    options._timeout = bootstrap.timeout + OWN_WATCHDOG_LATER
     return made(bootstrap.store, bootstrap.rank, bootstrap.size, options)
 
 
@@ -112,6 +115,11 @@ class TorchBackend(C10dBackend, Faults):
         if hasattr(self.inner, "eager_connect_single_device"):
             self.inner.eager_connect_single_device(device)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of later calls, for torch's own watchdog."""
+        if hasattr(self.inner, "_set_default_timeout"):
+            self.inner._set_default_timeout(timeout + OWN_WATCHDOG_LATER)
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The GPU that is current."""
@@ -148,8 +156,11 @@ class TorchBackend(C10dBackend, Faults):
         return self._begin(Held(call.row.name, queue, call.finish, work, is_direct(call)))
 
     def _device_of(self, call: Call) -> torch.device:
-        given = call.tensor
-        return self.device if given is None else given.device
+        device = self.device if call.tensor is None else call.tensor.device
+        for tensor in (call.send, call.recv):
+            if tensor is not None and tensor.device != device:
+                raise elsewhere(self, call.row.name, tensor, device)
+        return device
 
     def _side(self, device: torch.device, peer: int | None = None) -> Streams:
         """Return the side stream of collectives, or of messages with one rank, which do not wait for other ranks'."""

@@ -334,8 +334,8 @@ class C10dMethods(Group):
         self._leave_coalescing(None)
         return AllWork(begun, [])._whole()
 
-    def _leave_coalescing(self, error: Exception | None) -> None:
-        """Launch the calls held back, or drop them if one of them raised: then torch's manager does not end."""
+    def _leave_coalescing(self, error: BaseException | None) -> None:
+        """Launch the calls held back, or drop them if an error has left torch's manager, which then does not end."""
         together, self._together = self._together, None
         self._begun, self._held = None, ()
         if together is not None:

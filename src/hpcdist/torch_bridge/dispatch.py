@@ -55,7 +55,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.table import EACH
 from hpcdist.core.work import LONGEST_TIMEOUT, NO_TIMEOUT, DoneWork, Work
 from hpcdist.torch_bridge.features import has
-from hpcdist.torch_bridge.mirror import GroupName, forget_coalescing
+from hpcdist.torch_bridge.mirror import GroupName
 
 Function = Callable[..., Any]
 
@@ -299,14 +299,10 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
         if (
             not is_wrapped and not _len_torch_dispatch_stack() and peek_interpreter_stack() is None
         ) or UNDER_WAY.is_below:
-            try:
-                if seconds is None:
-                    return method(self, *args, **kwargs)
-                with self.journal.limited(seconds):
-                    return method(self, *args, **kwargs)
-            except Exception as error:
-                leave_coalescing(self, error)
-                raise
+            if seconds is None:
+                return method(self, *args, **kwargs)
+            with self.journal.limited(seconds):
+                return method(self, *args, **kwargs)
 
         install()
         before, UNDER_WAY.call = UNDER_WAY.call, (later, args, kwargs)
@@ -317,13 +313,6 @@ def through_dispatcher(name: str, method: Callable[..., Work]) -> Callable[..., 
             UNDER_WAY.call = before
 
     return call
-
-
-def leave_coalescing(pg: ProcessGroup, error: Exception) -> None:
-    """End torch's coalescing manager on a group, if there is one: an error would leave it open."""
-    if pg._begun is not None:
-        pg._leave_coalescing(error)
-        forget_coalescing(pg)
 
 
 for _name in (*table.METHODS, *table.MESSAGE_METHODS, *EARLIER):  # all are operators of c10d's

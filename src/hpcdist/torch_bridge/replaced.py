@@ -13,6 +13,8 @@ what                                                  why                       
 ``distributed_c10d._maybe_attach_flight_recorder``    raises for a group made in Python                   2.15.0
 ``distributed_c10d.batch_isend_irecv``                launches a message at a time on a group made in     2.8.0, 2.13.0
                                                       Python: on NCCL they wait for each other
+``distributed_c10d._coalescing_manager``              an error inside leaves it open: it holds back the   2.11.0, 2.13.0
+                                                      next calls of the group
 ``distributed_c10d._update_default_pg``               tells that torch has forgotten an aborted world     2.13.0, 2.14.1
 ``distributed_c10d.destroy_process_group``            keeps all groups if one of them raises              2.13.0
 ``_C._distributed_c10d.                               a group made in Python registers no Work that        2.13.0
@@ -32,8 +34,8 @@ not imported hpcdist ``hpcdist.autoload``), ``start_debug_server`` (``hpcdist.c1
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -48,6 +50,7 @@ from hpcdist.core.process_group import ProcessGroup
 from hpcdist.core.work import Work
 from hpcdist.core.world import WORLD
 from hpcdist.torch_bridge.features import has
+from hpcdist.torch_bridge.mirror import forget_coalescing
 
 Function = Callable[..., Any]
 AFTER_ABORT: list[Callable[[], None]] = []  # ends our world in a job whose default group is torch's own
@@ -75,6 +78,19 @@ def batch_isend_irecv(stock: Function, p2p_op_list: Any) -> Any:
     group = member_group(getattr(p2p_op_list[0], "group", None)) if p2p_op_list else None
     with group.grouped() if isinstance(group, ProcessGroup) else nullcontext():
         return stock(p2p_op_list)
+
+
+@contextmanager
+def coalescing_manager(stock: Function, group: Any = None, *args: Any, **named: Any) -> Iterator[Any]:
+    """Drop the calls that are held back on a group of ours if an error leaves torch's manager."""
+    with stock(group, *args, **named) as manager:
+        try:
+            yield manager
+        except BaseException as error:
+            if isinstance(pg := member_group(group), ProcessGroup):
+                pg._leave_coalescing(error)
+                forget_coalescing(pg)
+            raise
 
 
 def monitored_barrier(stock: Function, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
@@ -185,6 +201,7 @@ def replace_all() -> None:
     """Replace the functions that this torch has; called once in a process."""
     if has("`batch_isend_irecv` only for its own class"):
         replace("batch_isend_irecv", batch_isend_irecv, c10d, dist)
+    replace("_coalescing_manager", coalescing_manager, c10d, dist)
     if has("`monitored_barrier` only for gloo"):
         replace("monitored_barrier", monitored_barrier, c10d, dist)
     if has("a flight recorder attached to each group"):

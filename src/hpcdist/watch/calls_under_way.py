@@ -110,6 +110,7 @@ class UnderWay:
             "number": call.number,
             "message": call.is_message,
             "peer": group.ranks[call.root] if call.is_message and call.root is not None else None,
+            "root": group.ranks[call.root] if not call.is_message and call.root is not None else None,
             "shape": None if call.shape is None else list(call.shape),
             "dtype": "" if call.dtype is None else str(call.dtype).removeprefix("torch."),
             "seconds": round(time.monotonic() - self.first_seen, 1),

@@ -102,13 +102,14 @@ def compose(
     group = mine["group"]
     if mine["message"]:
         return compose_message(mine, me, ranks, answers, judge)
-    inside, shapes = [me], {(str(mine["shape"]), mine["dtype"]): [me]}
+    inside, shapes, roots = [me], {(str(mine["shape"]), mine["dtype"]): [me]}, {mine["root"]: [me]}
     found: dict[str, dict[str, list[int]]] = {text: defaultdict(list) for text in (DIFFER, AHEAD, ELSEWHERE)}
     for rank, answer in ((each, answers[each]) for each in ranks if each in answers and each != me):
         same = next((call for call in collectives(answer, group) if call["number"] == mine["number"]), None)
         if same is not None and same["name"] == mine["name"]:
             inside.append(rank)
             shapes.setdefault((str(same["shape"]), same["dtype"]), []).append(rank)
+            roots.setdefault(same["root"], []).append(rank)
         elif same is not None:
             found[DIFFER][f"{same['name']} there, {same['where']}"].append(rank)
         else:
@@ -118,10 +119,12 @@ def compose(
     for reason, who in by_reason([rank for rank in ranks if rank not in answers and rank != me], judge).items():
         has_ended = reason.startswith(PROCESS_STATES[""])
         lines.append(sentence(UNKNOWN if is_unknown(reason) else ENDED if has_ended else SILENT, who, mine, reason))
-    if len(shapes) > 1:
-        several = [f"{format_ranks(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
-        more = [f"and {len(several) - SEVERAL} other kinds"] if len(several) > SEVERAL else []
-        lines.append(f"the tensors differ: {'; '.join([*several[:SEVERAL], *more])}")
+    tensors = [f"{format_ranks(who)}: {dtype} {shape}" for (shape, dtype), who in shapes.items()]
+    targets = [f"{format_ranks(who)}: rank {root}" for root, who in roots.items()]
+    for what, several in (("tensors", tensors), ("roots", targets)):
+        if len(several) > 1:
+            more = [f"and {len(several) - SEVERAL} other kinds"] if len(several) > SEVERAL else []
+            lines.append(f"the {what} differ: {'; '.join([*several[:SEVERAL], *more])}")
     return [*shorten(lines), sentence(INSIDE, inside, mine)]
 
 

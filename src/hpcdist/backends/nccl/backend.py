@@ -178,15 +178,8 @@ class NCCLBackend(Backend):
         device = call.tensor.device if link is None else link.streams.device
         for tensor in (call.send, call.recv):
             if tensor is not None and tensor.device != device:
-                raise self._elsewhere(call.row.name, tensor, device)
+                raise elsewhere(self, call.row.name, tensor, device)
         return self._connect(device) if link is None else link
-
-    def _elsewhere(self, name: str, tensor: torch.Tensor, device: torch.device) -> DistBackendError:
-        """Return the error of a tensor on another GPU than the communicator."""
-        return DistBackendError(
-            f"{name} on rank {self.rank} of {self.size}: a tensor is on {tensor.device}, and the other tensors or the "
-            f"group's NCCL communicator are on {device}: move it there"
-        )
 
     def _start(
         self,
@@ -276,7 +269,7 @@ class NCCLBackend(Backend):
         if not tensor.numel():
             return link, name, nothing
         if tensor.device != link.streams.device:
-            raise self._elsewhere(name, tensor, link.streams.device)
+            raise elsewhere(self, name, tensor, link.streams.device)
         data = datatypes.as_moved(tensor)
         return link, name, partial(message, link.where, name, data, self._types[data.dtype], to)
 
@@ -370,6 +363,14 @@ class NCCLBackend(Backend):
 
 def nothing(stream: int) -> None:
     """Do nothing: the call on no elements, which NCCL does not get."""
+
+
+def elsewhere(backend: Backend, name: str, tensor: torch.Tensor, device: torch.device) -> DistBackendError:
+    """Return the error of a tensor on another GPU than the communicator or the call's other tensors."""
+    return DistBackendError(
+        f"{name} on rank {backend.rank} of {backend.size}: a tensor is on {tensor.device}, and the other tensors or "
+        f"the group's communicator are on {device}: move it there"
+    )
 
 
 def named(src: int | None) -> int:
