@@ -116,7 +116,7 @@ def test_many_kept_stores_do_not_cost_a_scan_each():
 
 
 EXIT = """
-import gc, sys, torch, torch.distributed as dist
+import gc, sys, time, torch, torch.distributed as dist
 import hpcdist_stores as stores
 
 class Late:
@@ -131,7 +131,9 @@ torch.prefix = dist.PrefixStore("p", stores.PrefixStore("q", stores.HashStore())
 store = stores.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 del store
-dist.all_reduce(torch.ones(1))
+ones = torch.ones(1)
+dist.all_reduce(ones)
+time.sleep(0.5)  # if gloo's thread lets go of a tensor after Python, at the end, torch aborts the process
 print("done")
 """
 
