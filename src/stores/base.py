@@ -191,7 +191,11 @@ class Store(KeptAlive, TorchStore):
             self.set(key, value)
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put a value at the end of a queue (queues live apart from keys)."""
+        """Put a value at the end of a queue (queues live apart from keys).
+
+        Raises:
+            NotImplementedError: If the store has no queues, by all queue calls.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no queues; HashStore and TCPStore do")
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:

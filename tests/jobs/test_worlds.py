@@ -83,15 +83,19 @@ def program(tmp_path):
     return path
 
 
-def test_the_next_world_meets_where_the_last_one_did(program, tmp_path):
-    command = [*python(), program, tmp_path / "rendezvous", *(free_port() for _ in range(4))]
-    ranks = [start([*command], MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+def assert_all_done(ranks):
     try:
         outputs = [output(each, timeout=90) for each in ranks]
     finally:
         for each in ranks:
             each.kill()
     assert all("done" in out for out, _ in outputs), outputs
+
+
+def test_the_next_world_meets_where_the_last_one_did(program, tmp_path):
+    command = [*python(), program, tmp_path / "rendezvous", *(free_port() for _ in range(4))]
+    ranks = [start([*command], MASTER_ADDR="127.0.0.1", WORLD_SIZE="2", RANK=str(rank)) for rank in range(2)]
+    assert_all_done(ranks)
     assert not (tmp_path / "rendezvous").exists()
 
 
@@ -122,12 +126,7 @@ def test_the_workers_of_two_agents_that_count_different_restarts():
     agent |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     command = [*python(), "-c", RESTARTED]
     ranks = [start(command, RANK=rank, TORCHELASTIC_RESTART_COUNT=rank, **agent) for rank in "10"]
-    try:
-        outputs = [output(each, timeout=90) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    assert all("done" in out for out, _ in outputs), outputs
+    assert_all_done(ranks)
 
 
 @pytest.mark.parametrize("deletes", [True, False])

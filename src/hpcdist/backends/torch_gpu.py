@@ -16,7 +16,7 @@ import torch.distributed as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from hpcdist.backends.nccl import bootstrap as finding
-from hpcdist.backends.nccl.backend import ALONE, elsewhere, named
+from hpcdist.backends.nccl.backend import ALONE, check_device, named
 from hpcdist.backends.nccl.streams import (
     GRAPH_SECONDS,
     Batch,
@@ -157,9 +157,7 @@ class TorchBackend(C10dBackend, Faults):
 
     def _device_of(self, call: Call) -> torch.device:
         device = self.device if call.tensor is None else call.tensor.device
-        for tensor in (call.send, call.recv):
-            if tensor is not None and tensor.device != device:
-                raise elsewhere(self, call.row.name, tensor, device)
+        check_device(self, call.row.name, device, call.send, call.recv)
         return device
 
     def _side(self, device: torch.device, peer: int | None = None) -> Streams:

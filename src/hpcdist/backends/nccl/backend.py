@@ -176,9 +176,7 @@ class NCCLBackend(Backend):
     def _link_for(self, call: Call) -> Link:
         link = self.communicators.group
         device = call.tensor.device if link is None else link.streams.device
-        for tensor in (call.send, call.recv):
-            if tensor is not None and tensor.device != device:
-                raise elsewhere(self, call.row.name, tensor, device)
+        check_device(self, call.row.name, device, call.send, call.recv)
         return self._connect(device) if link is None else link
 
     def _start(
@@ -268,8 +266,7 @@ class NCCLBackend(Backend):
             link, to = self._pair(peer, tensor.device)
         if not tensor.numel():
             return link, name, nothing
-        if tensor.device != link.streams.device:
-            raise elsewhere(self, name, tensor, link.streams.device)
+        check_device(self, name, link.streams.device, tensor)
         data = datatypes.as_moved(tensor)
         return link, name, partial(message, link.where, name, data, self._types[data.dtype], to)
 
@@ -365,12 +362,14 @@ def nothing(stream: int) -> None:
     """Do nothing: the call on no elements, which NCCL does not get."""
 
 
-def elsewhere(backend: Backend, name: str, tensor: torch.Tensor, device: torch.device) -> DistBackendError:
-    """Return the error of a tensor on another GPU than the communicator or the call's other tensors."""
-    return DistBackendError(
-        f"{name} on rank {backend.rank} of {backend.size}: a tensor is on {tensor.device}, and the other tensors or "
-        f"the group's communicator are on {device}: move it there"
-    )
+def check_device(backend: Backend, name: str, device: torch.device, *tensors: torch.Tensor | None) -> None:
+    """Raise for a tensor on another GPU than the communicator or the call's other tensors."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise DistBackendError(
+                f"{name} on rank {backend.rank} of {backend.size}: a tensor is on {tensor.device}, and the other "
+                f"tensors or the group's communicator are on {device}: move it there"
+            )
 
 
 def named(src: int | None) -> int:
