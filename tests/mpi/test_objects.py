@@ -38,7 +38,7 @@ def equal(one, rank):
         one["rank"] == rank
         and one["point"] == other["point"]
         and np.array_equal(one["array"], other["array"])
-        and torch.equal(one["tensor"], other["tensor"])
+        and torch.equal(one["tensor"].cpu(), other["tensor"].cpu())  # it may be on the sender's GPU
     )
 
 
