@@ -38,6 +38,13 @@ LINES = [
     (STREAMS, "        with streams.on_device():\n            for stream", "        if True:\n            for stream"),
     (STREAMS, "        exchange(ctypes.byref(mode))\n", "        pass\n"),
     (BACKEND, "            with link.streams.on_device():\n", "            if True:\n"),
+    (BACKEND, "            link.calls.add_call(call)\n", "            pass\n"),
+    (
+        BACKEND,
+        "                calls.add(*words)\n            self._run",
+        "                pass\n            self._run",
+    ),
+    (BACKEND, "link is None or link.streams.is_in_graph else", "link is None else"),
     (STREAMS, "if not self.has_ended and not self.is_captured and", "if not self.has_ended and"),
     (STREAMS, "        while self.under_way and self.under_way[0].look():\n", "        while self.under_way:\n"),
     (STREAMS, "            if call.owns_end and call.error is None:\n", "            if call.owns_end:\n"),

@@ -7,6 +7,9 @@ import re
 import pytest
 
 from tests.faults.launch import FIRST, LAUNCHERS, PLAIN, Job
+from tests.forked import python
+from tests.ports import free_port
+from tests.programs import output, start
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 PROGRAM = """
@@ -78,3 +81,47 @@ def test_what_blocks_nobody_and_what_mpi_does_not_know(case: str, launcher: str)
     with Job(launcher, 3, [case], QUIET, FAULT_NODES="a,b,c" if "several nodes" in case else "") as job:
         assert job.finish(60) != 0
         assert re.search(NAMED[case], job.stderr()), job.stderr()
+
+
+ON_GLOO = """
+import sys, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+
+case, limit = sys.argv[1], time.monotonic() + 20
+dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+rank, values = dist.get_rank(), torch.ones(3)
+for _ in range(50):
+    dist.all_reduce(values)
+try:
+    if case == "roots":  # nobody waits
+        dist.broadcast(values, rank)
+        while time.monotonic() < limit and dist.group.WORLD.backend("cpu").call_log().failure is None:
+            time.sleep(0.1)
+        dist.all_reduce(values)
+    elif case == "objects":
+        dist.all_gather_object([None] * 2, 0) if rank else dist.all_reduce(values)
+    elif rank == 0:
+        dist.all_reduce(values, async_op=True).wait()
+    if case != "end":
+        raise SystemExit(3)
+    dist.destroy_process_group()
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+SAID_ON_GLOO = {
+    "roots": "rank 0: broadcast of 3 elements, float32, root 0; rank 1: broadcast of 3 elements, float32, root 1",
+    "objects": "rank 0: all_reduce of 3 elements, float32, SUM; rank 1: all_gather_object",
+    "end": "rank 0: all_reduce of 3 elements, float32, SUM; rank 1: destroy_process_group",
+}
+
+
+@pytest.mark.parametrize("case", SAID_ON_GLOO)
+def test_calls_that_differ_on_gloo(case: str) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [start([*python(), "-c", ON_GLOO, case], RANK=rank, **address) for rank in "01"]
+    for each in ranks:
+        said, errors = output(each, 90)
+        assert each.returncode == 0, errors
+        assert f"CallsDifferError the ranks of a group of 2 do not make the same call. {SAID_ON_GLOO[case]}" in said

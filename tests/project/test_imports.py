@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hpcdist.core": {"hpcdist_stores.keep_alive"},  # a Work and a group live as long as C++ holds them
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "hpcdist_stores.keep_alive"},
     # its library is torch.distributed, which holds a part of the store
-    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist_stores.keep_alive"},
+    "hpcdist.backends.torch_c10d": {"hpcdist.core", "hpcdist.torch_bridge", ENVIRONMENT, "hpcdist_stores.keep_alive"},
     "hpcdist.backends.gloo": {"hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", ADDRESSES},
     "hpcdist.backends.torch_gpu": {
         *("hpcdist.core", "hpcdist.torch_bridge", "hpcdist.backends.torch_c10d", "hpcdist.backends"),

@@ -15,21 +15,9 @@ from torch.distributed import ReduceOp
 pytest.importorskip("mpi4py")
 
 from hpcdist.backends.mpi.call_check import CallCheck
-from hpcdist.backends.mpi.node.call_board import (
-    COUNTED,
-    NUMBER,
-    RING,
-    SIZES,
-    STOP,
-    BoardCall,
-    CallBoard,
-    bytes_of,
-    is_wide,
-    kind_word,
-    read,
-    with_size,
-)
+from hpcdist.backends.mpi.node.call_board import RING, CallBoard, bytes_of
 from hpcdist.core.call import Call
+from hpcdist.core.call_words import COUNTED, NUMBER, SIZES, STOP, DecodedCall, is_wide, kind_word, read, with_size
 from hpcdist.core.errors import CallsDifferError
 from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, BARRIER, BROADCAST, EXCHANGES, GATHER
 
@@ -271,5 +259,7 @@ def test_words_say_the_call(size, number):
     for row, op, root in ((ALL_REDUCE, ReduceOp.MAX, None), (BROADCAST, None, 2**15 - 1), (GATHER, None, 0)):
         word = with_size(kind_word(row.name, torch.float16, op, root), size) + (number & NUMBER)
         assert 0 <= word < 2**63
-        assert read(word, size) == BoardCall(row.name, torch.float16, "MAX" if op is not None else "", root or 0, size)
+        assert read(word, size) == DecodedCall(
+            row.name, torch.float16, "MAX" if op is not None else "", root or 0, size
+        )
         assert (read(word, -99).size == size) is not is_wide(word)

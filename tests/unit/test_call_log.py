@@ -1,49 +1,52 @@
-"""The calls that ranks of several nodes compare: sums, words, and who speaks to whom."""
+"""The calls that ranks without a common board compare: sums, words, and who sends to whom."""
 
 import random
 from array import array
 
 import pytest
+import torch
+from torch.distributed import ReduceOp
 
-from hpcdist.core.call_log import BLOCK, KEPT, CallLog
+from hpcdist.core import hooks
+from hpcdist.core.call import Call
+from hpcdist.core.call_log import BLOCK, KEPT, CallLog, OwnCallLog
+from hpcdist.core.call_words import ROOT, kind_word, with_size
 from hpcdist.core.errors import CallsDifferError
+from hpcdist.core.table import ALL_REDUCE, BARRIER, BROADCAST
 
 RING = 2 * BLOCK
+EXCHANGE = kind_word("all_to_all_single", torch.float32)
 
 
 class Rank:
-    """A rank that writes calls, a number each for word and size."""
+    """A rank that writes exchanges, told apart by a number in the place of a root."""
 
     def __init__(self, rank, nodes):
         self.words, self.sizes = memoryview(array("q", [0] * RING)), memoryview(array("q", [0] * RING))
         self.number = 0
-        self.log = CallLog("g", rank, nodes, self.words, self.sizes, lambda: self.number, self.is_one, self.text)
+        self.log = CallLog("g", rank, nodes, self.words, self.sizes, lambda: self.number)
 
-    @staticmethod
-    def is_one(number, word, size, other, other_size):
-        return word == other and (size == other_size or min(size, other_size) < 0)
-
-    @staticmethod
-    def text(number, word, size):
-        return f"call {number}: {word} of {size}"
-
-    def call(self, word, size):
+    def call(self, which, size):
         number = self.number + 1
         if not number % BLOCK:
             self.log.turn(number)
-        self.words[number % RING], self.sizes[number % RING] = word, size
+        self.words[number % RING] = with_size(EXCHANGE + which * ROOT, size)
+        self.sizes[number % RING] = size
         self.number = number
 
     def compare(self, other):
-        """As ``watch.call_exchange`` does."""
-        place = other.log.place()
-        if self.log.agrees(other.log.rank, place):
-            return None
+        return compare(self.log, other.log)
 
-        def fetch(block):
-            return tuple(memoryview(each).cast("q").tolist() for each in other.log.words(block))
 
-        return self.log.find(other.log.rank, other.log.starts(), fetch)
+def compare(log, other):
+    """As ``watch.call_exchange`` does."""
+    if log.agrees(other.rank, other.place()):
+        return None
+
+    def fetch(block):
+        return tuple(memoryview(each).cast("q").tolist() for each in other.words(block))
+
+    return log.find(other.rank, other.starts(), fetch)
 
 
 @pytest.fixture
@@ -65,11 +68,11 @@ def test_equal_calls_agree_and_the_first_other_one_is_named(ranks, calls, ahead)
     for size, each in zip((7, 8), ranks, strict=True):
         each.call(1, size)
         each.call(1, 2)
-    wrong = calls + ahead + 1
+    first = r"rank 0: all_to_all_single of 7 elements a rank, float32; rank 1: all_to_all_single of 8 "
     for one, other in (ranks, ranks[::-1]):
-        assert f"rank 0: call {wrong}: 1 of 7; rank 1: call {wrong}: 1 of 8" in one.compare(other)
+        assert first in one.compare(other)
     ranks[0].log.close()
-    assert f"rank 0: call {wrong}: 1 of 7; rank 1: call {wrong}: 1 of 8" in ranks[1].compare(ranks[0])
+    assert first in ranks[1].compare(ranks[0])
 
 
 def test_a_rank_that_is_behind_learns_nothing(ranks):
@@ -91,7 +94,7 @@ def test_shares_of_a_ranks_own_are_one_call_with_equal_ones(ranks):
             assert ranks[1].compare(ranks[0]) is None
     for each in ranks:
         each.call(3, each.log.rank)
-    assert f"rank 0: call {10 * BLOCK + 1}: 3 of 0" in ranks[1].compare(ranks[0])
+    assert "rank 0: all_to_all_single of 0 elements" in ranks[1].compare(ranks[0])
 
 
 def test_words_that_are_kept_no_more(ranks):
@@ -130,3 +133,51 @@ def test_a_failure_raises_at_each_check(ranks):
         with pytest.raises(CallsDifferError, match="first"):
             log.check()
     assert log.was_raised
+
+
+@pytest.fixture
+def own():
+    return [OwnCallLog("g", rank, 3) for rank in range(3)]
+
+
+def test_a_log_of_its_own_names_the_call_that_differs(own):
+    values = torch.ones(5, dtype=torch.complex64)
+    for _ in range(3 * BLOCK):
+        for log in own:
+            log.add_call(Call(BARRIER))
+            log.add_call(Call(ALL_REDUCE, values, values, ReduceOp.SUM))
+    assert compare(own[0], own[1]) is None
+    for log in own:
+        log.add_call(Call(BROADCAST, values, values, root=log.rank // 2))
+        log.add(kind_word("barrier"), 0)
+    assert compare(own[0], own[1]) is None
+    for one, other in ((0, 2), (2, 0)):
+        assert (
+            "rank 0: broadcast of 10 elements, float32, root 0; rank 2: broadcast of 10 elements, float32, root 1"
+            in (compare(own[one], own[other]))
+        )
+
+
+def test_the_end_of_a_group_is_its_last_call(own, monkeypatch):
+    compared = []
+    monkeypatch.setattr(hooks, "compare_calls", lambda log, seconds: compared.append(log))
+    own[0].leave()
+    own[0].leave()
+    own[1].add_call(Call(BARRIER))
+    assert compared == [own[0]]
+    assert "rank 0: destroy_process_group; rank 1: barrier" in compare(own[1], own[0])
+    own[1].fail("they differ", tells=False)
+    with pytest.raises(CallsDifferError, match="they differ"):
+        own[1].add_call(Call(BARRIER))
+    own[1].leave()  # raised before
+    own[2].fail("they differ", tells=False)
+    with pytest.raises(CallsDifferError, match="they differ"):
+        own[2].leave()
+    assert own[1].number == own[2].number + 1 == 1
+
+
+def test_ranks_without_nodes_compare_with_the_next_one():
+    log = OwnCallLog("g", 299, 300)
+    assert (log.leader, log.neighbours()) == (299, [0, 298])
+    assert log.listeners() == [(299 + 2**k) % 300 for k in range(9)]
+    assert OwnCallLog("g", 1, 2).neighbours() == [0]

@@ -37,6 +37,7 @@ class GlooBackend(C10dBackend):
     """A group of torch's gloo."""
 
     name: ClassVar[str] = "gloo"
+    compares_calls: ClassVar[bool] = True
     creator = staticmethod(process_group)
 
     def set_timeout(self, timeout: timedelta) -> None:

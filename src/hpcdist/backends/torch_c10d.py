@@ -7,6 +7,7 @@ result on all ranks.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import warnings
 from _thread import allocate_lock
@@ -24,11 +25,13 @@ from hpcdist.core.agreement import check_subgroup
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.buffers import as_bytes, copy_into, overlap
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.call_log import OwnCallLog
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape, scale
 from hpcdist.core.work import DoneWork, Unfinished, Work
+from hpcdist.launch import environment
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
 
@@ -110,6 +113,7 @@ class C10dBackend(Backend):
     name: ClassVar[str] = "foreign"
     ends_waits: ClassVar[bool] = True
     compares_subgroups: ClassVar[bool] = True  # whether ``split`` detects that ranks give different lists
+    compares_calls: ClassVar[bool] = False  # by the watchdog
     native_dtypes = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, torch.int8, torch.uint8})
 
     message_limit: float | None = None  # the limit of messages, in seconds, if it was set after the group was made
@@ -125,6 +129,10 @@ class C10dBackend(Backend):
         self._mailbox = SelfMessages(self.rank)
         self.unfinished = Unfinished()
         self.objects = TensorObjects(self)
+        if self.compares_calls and self.size > 1 and environment.is_on(environment.CHECK_CALLS):
+            assert self._store is not None
+            token = self._store.compare_set("calls", "", secrets.token_hex(8)).decode()
+            self.calls = OwnCallLog(token, self.rank, self.size)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> C10dBackend:
@@ -135,6 +143,17 @@ class C10dBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Run one collective to its end."""
+        if self.calls is not None:
+            self.calls.add_call(call)
+        try:
+            self.carry_out(call)
+        except DistBackendError:
+            if self.calls is not None:
+                self.calls.compare_failed()
+            raise
+
+    def carry_out(self, call: Call) -> None:
+        """Run one collective to its end; the other ranks' calls are not compared with it."""
         row, self._limit = call.row, call.limit
         carry_out = self._reduce if row.reduces else self._move
         held = self.inner  # kept: if ``abort`` on another thread had the last reference, it would wait for this call
@@ -255,6 +274,7 @@ class C10dBackend(Backend):
     def abort(self, reason: str) -> None:
         """End the queue with its calls, and close; no other rank takes part."""
         super().abort(reason)
+        self.calls = None
         self.close()
 
     def end_threads(self) -> None:
@@ -263,7 +283,9 @@ class C10dBackend(Backend):
 
     def close(self) -> None:
         """End the queue and release the inner backend and the store, whose server may end with it."""
-        super().close()
+        end_all((super().close, self.leave, self._release))
+
+    def _release(self) -> None:
         inner, self.inner, self._store = self.inner, None, None
         if inner is not None and hasattr(inner, "shutdown"):
             with warnings.catch_warnings():

@@ -33,7 +33,8 @@ from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.call import Call
-from hpcdist.core.errors import DistBackendError, add_hint
+from hpcdist.core.call_log import CallLog
+from hpcdist.core.errors import DistBackendError, add_hint, end_all
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
@@ -80,6 +81,7 @@ class TorchBackend(C10dBackend, Faults):
     name: ClassVar[str] = "torch"
     has_groups: ClassVar[bool] = True
     ends_waits: ClassVar[bool] = False
+    compares_calls: ClassVar[bool] = True
     compares_subgroups: ClassVar[bool] = False  # a collective would connect the GPUs
     native_dtypes = C10dBackend.native_dtypes | {torch.float16, torch.bfloat16}
     creator = staticmethod(process_group)
@@ -136,12 +138,14 @@ class TorchBackend(C10dBackend, Faults):
             return
         self._check_live()
         streams = self._side(self._device_of(call))
+        self._record(call)
         with streams.on_device():
-            super().run(apart(call))
+            self.carry_out(apart(call))
             streams.mark(streams.current())
 
     def start(self, call: Call) -> Work:
         """Queue one collective behind the work on the current stream."""
+        self._record(call)
         is_barrier = call.row is BARRIER
         if is_barrier:
             token = torch.zeros(1, device=self.device)
@@ -151,9 +155,13 @@ class TorchBackend(C10dBackend, Faults):
         work = StreamWork(PendingCall(streams, streams.current(), (call,), call.nbytes), call.shown(), None, is_barrier)
 
         def queue(_: int) -> None:
-            super(TorchBackend, self).run(call)
+            self.carry_out(call)
 
         return self._begin(Held(call.row.name, queue, call.finish, work, is_direct(call)))
+
+    def _record(self, call: Call) -> None:
+        if self.calls is not None:
+            self.calls.add_call(call)
 
     def _device_of(self, call: Call) -> torch.device:
         device = self.device if call.tensor is None else call.tensor.device
@@ -260,6 +268,10 @@ class TorchBackend(C10dBackend, Faults):
         """Return the asynchronous calls that the device has not ended."""
         return [work for streams in list(self._streams.values()) for work in streams.pending()]
 
+    def call_log(self) -> CallLog | None:
+        """Return the log of this rank's calls, unless a graph has captured some, which it repeats unseen."""
+        return None if any(each.is_in_graph for each in list(self._streams.values())) else self.calls
+
     def outstanding(self) -> Work | None:
         """Return the first asynchronous call that the device has not ended."""
         return oldest(list(self._streams.values()))
@@ -294,11 +306,11 @@ class TorchBackend(C10dBackend, Faults):
                 end_apart(in_graphs[0], self.inner.shutdown, GRAPH_SECONDS)
                 self.inner = None
         is_told = any(streams.is_told for streams in self._streams.values())
+        if self._failure is not None or self.call_log() is None:
+            self.calls = None  # not compared any more
         self._streams.clear()
-        super().close()
-        if self._owned_peer is not None:
-            owned, self._owned_peer = self._owned_peer, None
-            owned.close()
+        owned, self._owned_peer = self._owned_peer, None
+        end_all((super().close, *([] if owned is None else [owned.close])))
         if self._is_untold and not is_told:
             self._check_live()
 

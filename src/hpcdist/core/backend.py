@@ -22,7 +22,8 @@ from hpcdist.core import reduction
 from hpcdist.core.backend_parts import Faults, Membership, Windows
 from hpcdist.core.buffers import resized
 from hpcdist.core.call import Call, Run, Start
-from hpcdist.core.call_log import CallLog
+from hpcdist.core.call_log import CallLog, OwnCallLog
+from hpcdist.core.call_words import kind_word, with_size
 from hpcdist.core.errors import DistBackendError
 from hpcdist.core.journal import Journal
 from hpcdist.core.objects import Objects
@@ -70,6 +71,7 @@ class Backend(ABC):
     device = torch.device("cpu")  # where the bytes of objects travel
     objects: Objects  # the same communicator's calls for objects
     queue: Queue | None = None  # made by the first asynchronous call
+    calls: OwnCallLog | None = None  # compared with the other ranks' by the watchdog, if the library does not
     unfinished: Unfinished  # messages under way, where the library keeps any
     ends_waits: ClassVar[bool] = False  # whether the library itself raises in a call that is past the timeout
     faults = Faults()
@@ -127,13 +129,13 @@ class Backend(ABC):
         """Set the limit of later calls, if the library itself ends calls at a limit."""
         return
 
-    def compare(  # noqa: B027  # nothing to do is the answer of most
-        self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0
-    ) -> None:
+    def compare(self, name: str, dtype: Any = None, op: Any = None, root: int | None = None, size: int = 0) -> None:
         """Compare a user's call that consists of several calls of the library with the other ranks', before the first.
 
-        CallsDifferError if another rank makes another call. ``size`` counts elements.
+        CallsDifferError if another rank makes another call, here or later. ``size`` counts elements.
         """
+        if self.calls is not None:
+            self.calls.add(with_size(kind_word(name, dtype, op, root), size), size)
 
     def settings(self) -> dict[str, str]:
         """Return the settings, by name, that decide which calls are made, and so must be the same on all ranks."""
@@ -203,8 +205,8 @@ class Backend(ABC):
         raise TypeError(f"backend {self.name!r} does not support shrinking operations")
 
     def call_log(self) -> CallLog | None:
-        """Return the log of this rank's calls, which ranks of other nodes compare with theirs; None if they do not."""
-        return None
+        """Return the log of this rank's calls, which other ranks compare with theirs; None if they do not."""
+        return self.calls
 
     # -- supervision, and the end ----------------------------------------------------------------------
 
@@ -220,11 +222,13 @@ class Backend(ABC):
         """
         return None
 
-    def leave(self) -> None:  # noqa: B027  # as above
+    def leave(self) -> None:
         """Announce that this rank makes no more calls, after every rank of the job has made its last one.
 
         CallsDifferError if another rank has made a call in this one's place.
         """
+        if self.calls is not None:
+            self.calls.leave()
 
     def end_threads(self) -> None:  # noqa: B027  # as above
         """End the library's own threads, as the process ends and no call is under way; no other rank takes part."""

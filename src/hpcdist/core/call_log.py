@@ -1,9 +1,9 @@
-"""Call log of a group on several nodes: the numbers and sums by which its ranks compare the calls that they have begun.
+"""Call log of a group: the numbers and sums by which ranks that share no call board compare the calls they have begun.
 
-No rank sees another node's call board, so these calls are compared after they were begun: ``watch.call_exchange`` sends
-a rank of the next node the number of this rank's last call and a sum over the words of all its calls. The rank that has
-made more calls compares, because it knows its own sum at the other's number. Different sums mean different calls, and
-the words that both still have show the first of them.
+No rank sees the call board of another node over MPI, and over other libraries there is none. So these calls are
+compared after they were begun: ``watch.call_exchange`` sends a rank of the next node the number of this rank's last
+call and a sum over the words of all its calls. The rank that has made more calls compares, because it knows its own sum
+at the other's number. Different sums mean different calls, and the words that both still have show the first of them.
 
 The sum is made block by block, so that it costs a call almost nothing. It leaves out the shares that only some ranks
 know: two ranks compare what they send each other if they are on one node. If one rank's shares are all equal and
@@ -19,12 +19,18 @@ from threading import Lock
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from hpcdist.core import hooks
+from hpcdist.core.call import Call
+from hpcdist.core.call_words import LEAVE, is_one, kind_word, read, words_of
 from hpcdist.core.errors import CallsDifferError, add_hint
 
 BLOCK = 32  # calls: half of the ring
 KEPT = 256  # blocks
 MODULUS = 1 << 64
 NEW_KINDS = 128
+FAILED_SECONDS = 1.0  # seconds that a call which the library has ended with an error waits for the other ranks' calls
+LEAVE_SECONDS = 0.3  # the same for the end of a group
+LEAVE_SAID = kind_word(LEAVE)
 
 Words = tuple[bytes, bytes]  # of some calls in order: the first ones, and the second ones
 Read = tuple[list[int], list[int]]  # the same as numbers
@@ -54,26 +60,22 @@ class CallLog:
     """The calls that one rank has begun on a group, which ``token`` names on all of its ranks.
 
     ``nodes`` are its ranks by node; ``whats`` and ``sizes`` are the ring of this rank's words, whose length is a
-    multiple of a block's. ``last`` returns the number of the last call whose words are written; ``is_one`` whether two
-    calls of one number may be one, given that and the words of both; ``text`` a call in words, given its number and
-    its words.
+    multiple of a block's. ``last`` returns the number of the last call whose words are written.
     """
 
     def __init__(
         self,
         token: str,
         rank: int,
-        nodes: list[list[int]],
+        nodes: Sequence[Sequence[int]],
         whats: Any,
         sizes: Any,
         last: Callable[[], int],
-        is_one: Callable[[int, int, int, int, int], bool],
-        text: Callable[[int, int, int], str],
     ) -> None:
         self.token, self.rank, self.nodes = token, rank, nodes
         self.size = sum(map(len, nodes))
         self._node = next(i for i, ranks in enumerate(nodes) if rank in ranks)
-        self._rings, self.last, self._is_one, self._text = (whats, sizes), last, is_one, text
+        self._rings, self.last = (whats, sizes), last
         self._starts = {0: 0}  # by block: the sum over the calls before it
         self._blocks: dict[int, Words] = {}
         self._offsets: dict[int, int] = {}  # by rank: how much larger this rank's sum is, although the calls match
@@ -122,6 +124,17 @@ class CallLog:
         if self.failure is not None:
             self.was_raised = True
             raise CallsDifferError(self.failure)
+
+    def compare_failed(self) -> None:
+        """Compare the calls now, because the library has ended one with an error; CallsDifferError if that is why."""
+        hooks.compare_calls(self, FAILED_SECONDS)
+        self.check()
+
+    def compare_last(self) -> None:
+        """Compare the calls now, the last ones; raise a difference that this rank has not raised yet."""
+        hooks.compare_calls(self, LEAVE_SECONDS)
+        if not self.was_raised:
+            self.check()
 
     def fail(self, failure: str, tells: bool) -> None:
         """Record that calls differ; ``tells`` as the attribute."""
@@ -202,20 +215,20 @@ class CallLog:
                     return self._earlier(rank, block)
             elif block + 1 in own and own[block + 1] == (starts.get(block + 1, -1) + offset) % MODULUS:
                 continue
-            for number, mine, theirs in self._pairs(block, fetch(block)):
-                if not self._is_one(number, *mine, *theirs):
-                    return self._difference(number, {self.rank: mine, rank: theirs})
+            for mine, theirs in self._pairs(block, fetch(block)):
+                if not is_one(*mine, *theirs):
+                    return self._difference({self.rank: mine, rank: theirs})
             if block + 1 in own and block + 1 in starts:
                 self._offsets[rank] = offset = (own[block + 1] - starts[block + 1]) % MODULUS
         return None
 
-    def _pairs(self, block: int, theirs: Read) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    def _pairs(self, block: int, theirs: Read) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         mine = [memoryview(each).cast("q") for each in self.words(block)]
-        for index, pair in enumerate(zip(*mine, *theirs, strict=False)):
-            yield block * BLOCK + index, (pair[0], pair[1]), (pair[2], pair[3])
+        for pair in zip(*mine, *theirs, strict=False):
+            yield (pair[0], pair[1]), (pair[2], pair[3])
 
-    def _difference(self, number: int, calls: dict[int, tuple[int, int]]) -> str:
-        ways = [f"rank {rank}: {self._text(number, *calls[rank])}" for rank in sorted(calls)]
+    def _difference(self, calls: dict[int, tuple[int, int]]) -> str:
+        ways = [f"rank {rank}: {read(*calls[rank])}" for rank in sorted(calls)]
         return calls_differ(self.size, ways)
 
     def _earlier(self, rank: int, block: int) -> str:
@@ -223,3 +236,48 @@ class CallLog:
         return calls_differ(
             self.size, [f"ranks {ranks} differ in one of the first {block * BLOCK:,}, whose words are not kept"]
         )
+
+
+class Apart(Sequence[tuple[int, ...]]):
+    """The ranks of a group by node, as if each was alone on its own."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks = range(size)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self._ranks[index],)
+
+
+class OwnCallLog(CallLog):
+    """Call log of a rank on no board, which has a ring of its own: each rank compares with the next one."""
+
+    def __init__(self, token: str, rank: int, size: int) -> None:
+        self.number = 0  # of the last call whose words are written
+        self._whats, self._sizes = (memoryview(array("q", [0] * 2 * BLOCK)) for _ in range(2))
+        super().__init__(token, rank, Apart(size), self._whats, self._sizes, lambda: self.number)
+
+    def add(self, word: int, size: int) -> None:
+        """Record a call that this rank makes next; CallsDifferError if an earlier one has differed."""
+        if self.failure is not None:
+            self.check()
+        number = self.number + 1
+        if not number % BLOCK:
+            self.turn(number)
+        at = number % (2 * BLOCK)
+        self._whats[at], self._sizes[at] = word, size
+        self.number = number
+
+    def add_call(self, call: Call) -> None:
+        """Record a collective on tensors, as ``add``."""
+        self.add(*words_of(call, self.rank, self.size))
+
+    def leave(self) -> None:
+        """Record that this rank makes no more calls, and compare the last ones."""
+        if not self.is_ending:
+            self.is_ending = True
+            if not self.was_raised:
+                self.add(LEAVE_SAID, 0)
+            self.compare_last()

@@ -19,6 +19,7 @@ import torch
 
 from hpcdist.core.buffers import PLAIN_TYPES, check_memory
 from hpcdist.core.call import Call
+from hpcdist.core.call_words import GATHERS, OBJECTS
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
 REASON_LENGTH = 200  # characters of an error's text that are sent
@@ -267,7 +268,7 @@ class TensorObjects(Objects):
         return lengths.tolist()
 
     def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
-        """Gather every rank's object on all ranks; the call is not compared."""
+        self._backend.compare(OBJECTS[0], root=GATHERS.index(call))
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         everything = self._memory(sum(lengths))
@@ -277,6 +278,7 @@ class TensorObjects(Objects):
         return [unpickle(part, weights_only) for part in everything.split(lengths)]
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
+        self._backend.compare("gather_object", root=root)
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
@@ -293,6 +295,7 @@ class TensorObjects(Objects):
         return [unpickle(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
+        self._backend.compare("broadcast_object", root=root)
         is_root = self.rank == root
         data, failure = self._packed(value, weights_only) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self._backend.device)
@@ -305,6 +308,7 @@ class TensorObjects(Objects):
         return value if is_root else unpickle(data, weights_only)
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
+        self._backend.compare("scatter_object", root=root)
         parts, failure = None, None
         if values is not None and self.rank == root:
             made, failure = pack_list(values, root, is_whole=True, weights_only=weights_only)

@@ -40,42 +40,34 @@ import torch
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import CUTS
-from hpcdist.backends.mpi.node.call_board import (
+from hpcdist.backends.mpi.node.call_board import COUNTS_KEPT, LAST, RING, CallBoard, open_board, stand_in_tensors
+from hpcdist.backends.mpi.node.window import fence
+from hpcdist.core import hooks
+from hpcdist.core.call import Call
+from hpcdist.core.call_log import BLOCK, LEAVE_SAID, CallLog, calls_differ
+from hpcdist.core.call_words import (
     COUNTED,
-    COUNTS_KEPT,
-    LAST,
-    LEAVE,
     NUMBER,
     NUMBER_BITS,
     OBJECTS,
-    RING,
     SIZES,
     SPLIT,
     STOP,
     WIDE,
-    CallBoard,
     counts_of,
     is_wide,
     kind_word,
-    open_board,
     size_of,
-    stand_in_tensors,
     with_root,
 )
-from hpcdist.backends.mpi.node.window import fence
-from hpcdist.core import hooks
-from hpcdist.core.call import Call
-from hpcdist.core.call_log import BLOCK, CallLog, calls_differ
 from hpcdist.core.errors import CallsDifferError, DistBackendError, MismatchError
 from hpcdist.core.ranks import format_ranks
 from hpcdist.core.reduction import ALL_OPS, NAMES, PREMUL_SUM, premul_sum
 from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHANGES, ROWS
 from hpcdist.core.waiting import nap
 
-LEAVE_SAID, SPLIT_SAID = kind_word(LEAVE), kind_word(SPLIT)
+SPLIT_SAID = kind_word(SPLIT)
 NEW_SECONDS = 1.0  # seconds that a call of a new kind waits for the other nodes' calls
-FAILED_SECONDS = 1.0  # seconds that a call which MPI has ended with an error waits for the other nodes' calls
-LEAVE_SECONDS = 0.3  # the same for the end of a group
 OPS = {NAMES[op]: op for op in ALL_OPS}
 Result = TypeVar("Result")
 
@@ -207,7 +199,7 @@ class CallCheck:
         if self._communicator.left_by is not None and self.board is not None:
             self.board.withdraw(number)
         if isinstance(error, DistBackendError) and self.log is not None and not self._communicator.is_revoked():
-            hooks.compare_calls(self.log, FAILED_SECONDS)
+            self.log.compare_failed()
 
     def _compare_first(self, log: CallLog, number: int, make: Callable[[], Any]) -> None:
         """Compare a call with those of other nodes before MPI makes it.
@@ -241,9 +233,7 @@ class CallCheck:
             self._is_leaving = True
             self.make(LEAVE_SAID, 0, bool)
         if log is not None and not self._communicator.is_revoked():
-            hooks.compare_calls(log, LEAVE_SECONDS)
-            if not log.was_raised:
-                log.check()
+            log.compare_last()
 
     def close(self) -> None:
         """Free the board's memory; there are no more calls."""

@@ -30,7 +30,6 @@ from hpcdist.backends.mpi.datatypes import (
     send_buffer,
 )
 from hpcdist.backends.mpi.exchange import COPY_MAX, Exchange
-from hpcdist.backends.mpi.node.call_board import kind_word
 from hpcdist.backends.mpi.node.calls import NodeCalls
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.plans import Plan, Plans
@@ -39,6 +38,7 @@ from hpcdist.backends.mpi.repetition import Prepared, repeat, run_again
 from hpcdist.backends.mpi.vectors import FLAT_MAX, VECTORS, KeptMemory, Vectors
 from hpcdist.core.buffers import COPIES_KEPT, COPY_KEPT, TensorList, do_overlap, new_memory, overlap
 from hpcdist.core.call import Call, Run
+from hpcdist.core.call_words import kind_word
 from hpcdist.core.reduction import average
 from hpcdist.core.table import ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER, ROWS, Row, Shape
 

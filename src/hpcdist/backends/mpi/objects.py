@@ -25,7 +25,7 @@ from hpcdist.backends.mpi import parts
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import BYTE
-from hpcdist.backends.mpi.node.call_board import GATHERS, OBJECTS, ROOT, kind_word
+from hpcdist.core.call_words import GATHERS, OBJECTS, ROOT, kind_word
 from hpcdist.core.objects import TAG, Objects, pack, pack_list, unpack
 
 LARGEST_SLOT = 4096  # bytes

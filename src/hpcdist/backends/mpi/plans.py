@@ -14,10 +14,10 @@ import torch
 from mpi4py import MPI
 from torch.distributed import ReduceOp
 
-from hpcdist.backends.mpi.node.call_board import kind_word
 from hpcdist.backends.mpi.node.threshold_file import NEVER
 from hpcdist.backends.mpi.node.thresholds import Thresholds
 from hpcdist.backends.mpi.reductions import Reduction, plan
+from hpcdist.core.call_words import kind_word
 from hpcdist.core.reduction import PREMUL_SUM, check_factor, name_of
 from hpcdist.core.table import Row
 
@@ -30,7 +30,7 @@ class Plan:
 
     kind: tuple[Row, torch.dtype, Any]
     reduction: Reduction | None  # MPI's datatype and op, and the steps around the call; None for rows that move
-    said: int  # its word on the call board (``node.call_board``), without root
+    said: int  # its word on the call board (``core.call_words``), without root
     # bytes of the larger buffer from which the call goes through the memory of the nodes; may grow when these are known
     shared_from: int
 

@@ -15,11 +15,12 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.communicator import Communicator
-from hpcdist.backends.mpi.node.call_board import COUNTED, LAST, NUMBER, SIZES, counts_of, size_of, with_root, with_size
+from hpcdist.backends.mpi.node.call_board import LAST
 from hpcdist.core.buffers import LOWEST_PLACE, PLACES_KEPT, TensorList, check_memory
 from hpcdist.core.call import Call, Run
 from hpcdist.core.call_cache import tensors_of
 from hpcdist.core.call_log import BLOCK
+from hpcdist.core.call_words import COUNTED, NUMBER, SIZES, counts_of, size_of, with_root, with_size
 from hpcdist.core.table import EXCHANGES
 
 data_ptr = torch.Tensor.data_ptr

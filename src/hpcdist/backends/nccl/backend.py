@@ -22,7 +22,9 @@ from hpcdist.backends.nccl.streams import Batch, Held, PendingCall, Streams, Str
 from hpcdist.core import reduction, registry
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.call import Call, Run, Start
-from hpcdist.core.errors import DistBackendError
+from hpcdist.core.call_log import OwnCallLog
+from hpcdist.core.call_words import words_of
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.table import ALL_REDUCE, EXCHANGES, Row, scale
 from hpcdist.core.work import Work
@@ -79,6 +81,12 @@ class NCCLBackend(Backend):
             return link.streams.device
         return torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def calls(self) -> OwnCallLog | None:  # type: ignore[override]
+        """The log of this rank's collectives, unless a graph has captured some, which it repeats unseen."""
+        link = self.communicators.group
+        return None if link is None or link.streams.is_in_graph else link.calls
+
     def connect_device(self, device: torch.device) -> None:
         """Make the group's communicator on a GPU, if there is none yet, and use it for messages too."""
         if self.communicators.group is None:
@@ -127,7 +135,10 @@ class NCCLBackend(Backend):
             self.start(Call(call.row)).wait()
             return
         link = self._link_for(call)
-        self._run(link, call.row.name, self._queued(link, call))
+        queue = self._queued(link, call)
+        if link.calls is not None:
+            link.calls.add_call(call)
+        self._run(link, call.row.name, queue)
 
     def _run(self, link: Link, name: str, queue: Queue) -> None:
         """Queue a call on the current stream."""
@@ -139,7 +150,7 @@ class NCCLBackend(Backend):
 
     def start(self, call: Call) -> Work:
         """Queue one collective on the side stream, behind the work on the current stream."""
-        is_barrier = call.row.buffers == 0
+        made, is_barrier = call, call.row.buffers == 0
         if is_barrier:
             link = self.communicators.group or self._connect(self.device)
             if self._token is None:
@@ -147,6 +158,8 @@ class NCCLBackend(Backend):
             call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.shown())
         link = self._link_for(call)
         queue = self._queued(link, call)
+        if link.calls is not None:
+            link.calls.add_call(made)
         return self._start(link, call.row.name, queue, call.finish, call.shown(), call.nbytes, None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:
@@ -159,16 +172,20 @@ class NCCLBackend(Backend):
         name, nbytes = row.name, call.nbytes
         number = self._op(send.dtype, op) if row.reduces else None
         rest = self._types[send.dtype], number, root, None
-        function = partial(self._calls[row], link.where)
+        function, calls, words = partial(self._calls[row], link.where), link.calls, words_of(call, self.rank, self.size)
 
         def run(send: torch.Tensor, recv: torch.Tensor) -> None:
             if self.batch.is_open:
                 self.run(Call(row, send, recv, op, root))
                 return
+            if calls is not None:
+                calls.add(*words)
             self._run(link, name, partial(function, apart(row, self.rank, send, recv), recv, *rest))
 
         def start(send: torch.Tensor, recv: torch.Tensor) -> Work:
             queue = partial(function, apart(row, self.rank, send, recv), recv, *rest)
+            if calls is not None:
+                calls.add(*words)
             return self._start(link, name, queue, None, [recv], nbytes)
 
         return run, start
@@ -285,7 +302,7 @@ class NCCLBackend(Backend):
         if index is None:
             return None
         child = self._child(subgroups[index], names[index], owned)
-        return child if link is None else child._take_over(comm, link)
+        return child if link is None else child._take_over(comm, link, names[index])
 
     def create_group(self, ranks: Sequence[int], name: str, timeout: timedelta) -> NCCLBackend:
         """Make a subgroup that connects by itself: ncclCommSplit would need all ranks of this one."""
@@ -300,7 +317,9 @@ class NCCLBackend(Backend):
         """
         child = self._child([rank for rank in range(self.size) if rank not in excluded], name, None)
         link = self.communicators.group
-        return child if link is None else child._take_over(self.communicators.shrink(excluded, aborts), link)
+        if link is None:
+            return child
+        return child._take_over(self.communicators.shrink(excluded, aborts), link, name)
 
     @property
     def _childs_options(self) -> Any:
@@ -315,9 +334,10 @@ class NCCLBackend(Backend):
         child._given = None if channel is None else channel.child(ranks, name)
         return child
 
-    def _take_over(self, comm: Any, parent: Link) -> NCCLBackend:
-        """Adopt a communicator that was made from the parent's."""
-        self.communicators.adopt(comm, parent.streams.device)
+    def _take_over(self, comm: Any, parent: Link, name: str) -> NCCLBackend:
+        """Adopt a communicator that was made from the parent's, under the new group's name."""
+        token = "" if parent.calls is None else f"{parent.calls.token}-{name}"
+        self.communicators.adopt(comm, parent.streams.device, token)
         self.communicators.is_eager = True
         return self
 
@@ -336,11 +356,8 @@ class NCCLBackend(Backend):
 
         Everything is freed, although ``Communicators.close`` may raise.
         """
-        super().close()
-        try:
-            self.communicators.close()
-        finally:
-            self._forget(lambda peer: peer.close())
+        leave = [] if self.communicators.ended is not None else [self.leave]
+        end_all((super().close, *leave, self.communicators.close, partial(self._forget, lambda peer: peer.close())))
 
     def abort(self, reason: str) -> None:
         """Interrupt the calls under way, and drop the communicators."""

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,9 @@ from hpcdist.backends.nccl.library import Library, config_of
 from hpcdist.backends.nccl.streams import GRAPH_SECONDS, Streams, end_apart
 from hpcdist.core.backend import Backend
 from hpcdist.core.backend_parts import Faults
+from hpcdist.core.call_log import OwnCallLog
 from hpcdist.core.errors import DistBackendError, end_all
-from hpcdist.launch import devices
+from hpcdist.launch import devices, environment
 
 IN_PROGRESS = 7  # ncclInProgress
 # seconds to wait for a thread in a call: NCCL itself may block a call (it connects ranks at the first one), and by its
@@ -35,11 +37,12 @@ ABORT_SECONDS = 10.0  # seconds to wait for ncclCommAbort, which may itself wait
 
 
 class Link(NamedTuple):
-    """A communicator and its streams."""
+    """A communicator, its streams, and the log of the collectives on it; no log of one rank, or of a pair."""
 
     comm: Any
     where: Where  # in the form of NCCL's own functions
     streams: Streams
+    calls: OwnCallLog | None
 
 
 class Communicators(Faults):
@@ -68,24 +71,33 @@ class Communicators(Faults):
         if peer is not None and self.size > 1:
             finding.check_devices(peer, device, self._library.version)
         ids = finding.unique_ids(self._library, channel, self.rank, self.size)
-        return self.make(device, self.size, self.rank, ids)
+        token = blake2b(b"".join(map(bytes, ids)), digest_size=8).hexdigest()
+        return self.make(device, self.size, self.rank, ids, token=token)
 
     def connect_pair(self, device: torch.device, channel: finding.Channel, peer: int) -> Link:
         """Make the communicator of this rank and another one; both call."""
         unique_id = finding.pair_id(self._library, channel, self.rank, peer)
         return self.make(device, 2, int(self.rank > peer), unique_id, peer)
 
-    def make(self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None) -> Link:
+    def make(
+        self, device: torch.device, size: int, rank: int, ids: Any, peer: int | None = None, token: str = ""
+    ) -> Link:
         """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have called."""
         with self.failing("connect"), torch.cuda.device(device):
             comm = self._library.core.Communicator.init(size, rank, ids, config_of(self._library, self.options))
-        return self.adopt(comm, device, peer)
+        return self.adopt(comm, device, token, peer)
 
-    def adopt(self, comm: Any, device: torch.device, peer: int | None = None) -> Link:
-        """Register a communicator, and return it with its streams, whose Works can be interrupted."""
+    def adopt(self, comm: Any, device: torch.device, token: str, peer: int | None = None) -> Link:
+        """Register a communicator, and return it with its streams, whose Works can be interrupted.
+
+        The token is the same on all of its ranks, and no other communicator's.
+        """
         is_high = getattr(self.options, "is_high_priority_stream", False)
         streams = Streams(device, self.interrupt, torch.cuda, is_high)
-        link = Link(comm, Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks), streams)
+        where = Where(self._library, self._library.bindings.Comm(comm.ptr), comm.rank, comm.nranks)
+        is_compared = peer is None and self.size > 1 and environment.is_on(environment.CHECK_CALLS)
+        calls = OwnCallLog(token, self.rank, self.size) if is_compared else None
+        link = Link(comm, where, streams, calls)
         with self.use:
             if self.ended is not None:  # the group was interrupted while the ranks connected
                 end_apart(streams, comm.abort, ABORT_SECONDS)
