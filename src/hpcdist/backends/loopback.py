@@ -30,7 +30,7 @@ class LoopbackBackend(Backend):
 
     def __init__(self) -> None:
         self._mailbox = SelfMessages(0)
-        self.objects = TensorObjects(self)
+        self.objects = TensorObjects(self, self.run)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> LoopbackBackend:

@@ -128,11 +128,11 @@ class C10dBackend(Backend):
         self._store = bootstrap.store
         self._mailbox = SelfMessages(self.rank)
         self.unfinished = Unfinished()
-        self.objects = TensorObjects(self)
+        self.objects = TensorObjects(self, self.carry_out)
         if self.compares_calls and self.size > 1 and environment.is_on(environment.CHECK_CALLS):
             assert self._store is not None
             token = self._store.compare_set("calls", "", secrets.token_hex(8)).decode()
-            self.calls = OwnCallLog(token, self.rank, self.size)
+            self.calls = OwnCallLog(token, self.rank, self.size, waits=self.ends_waits)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> C10dBackend:

@@ -35,6 +35,7 @@ from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import CallLog
 from hpcdist.core.errors import DistBackendError, add_hint, end_all
+from hpcdist.core.objects import TensorObjects
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous
@@ -88,6 +89,7 @@ class TorchBackend(C10dBackend, Faults):
 
     def __init__(self, bootstrap: Bootstrap) -> None:
         super().__init__(bootstrap)
+        self.objects = TensorObjects(self, self.run)
         self.faults = self
         self.peer = bootstrap.peer
         self._owned_peer: Backend | None = None

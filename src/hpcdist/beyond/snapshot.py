@@ -77,7 +77,8 @@ class Snapshot:
 
     def broadcast(self, group: Group, source: int) -> None:
         """Replace all snapshots by one rank's; every rank of the group calls."""
-        step, rest = TensorObjects(group.any_backend()).broadcast((self.step, self._rest), source)
+        backend = group.any_backend()
+        step, rest = TensorObjects(backend, backend.run).broadcast((self.step, self._rest), source)
         tensors = self._tensors
         if group.rank() != source:
             slots: list[TensorSlot] = []

@@ -28,7 +28,8 @@ BLOCK = 32  # calls: half of the ring
 KEPT = 256  # blocks
 MODULUS = 1 << 64
 NEW_KINDS = 128
-FAILED_SECONDS = 1.0  # seconds that a call which the library has ended with an error waits for the other ranks' calls
+NEW_SECONDS = 1.0  # seconds that a call of a new kind waits for the other ranks' calls
+FAILED_SECONDS = 1.0  # the same for a call which the library has ended with an error
 LEAVE_SECONDS = 0.3  # the same for the end of a group
 LEAVE_SAID = kind_word(LEAVE)
 
@@ -103,7 +104,7 @@ class CallLog:
             self._blocks.pop(block - KEPT, None)
 
     def is_new(self, what: int, size: int) -> bool:
-        """Tell whether this rank has not made such a call before, and so compares it before MPI runs it.
+        """Tell whether this rank has not made such a call before, and so compares it before the library runs it.
 
         If sizes change all the time, that ends after ``NEW_KINDS`` calls: each waits for a datagram.
         """
@@ -252,15 +253,19 @@ class Apart(Sequence[tuple[int, ...]]):
 
 
 class OwnCallLog(CallLog):
-    """Call log of a rank on no board, which has a ring of its own: each rank compares with the next one."""
+    """Call log of a rank on no board, which has a ring of its own: each rank compares with the next one.
 
-    def __init__(self, token: str, rank: int, size: int) -> None:
+    With ``waits`` a call of a new kind is compared before the library runs it; that waits for the other ranks.
+    """
+
+    def __init__(self, token: str, rank: int, size: int, waits: bool = False) -> None:
         self.number = 0  # of the last call whose words are written
+        self._waits = waits
         self._whats, self._sizes = (memoryview(array("q", [0] * 2 * BLOCK)) for _ in range(2))
         super().__init__(token, rank, Apart(size), self._whats, self._sizes, lambda: self.number)
 
     def add(self, word: int, size: int) -> None:
-        """Record a call that this rank makes next; CallsDifferError if an earlier one has differed."""
+        """Record a call that this rank makes next; CallsDifferError if one is known to differ."""
         if self.failure is not None:
             self.check()
         number = self.number + 1
@@ -269,6 +274,9 @@ class OwnCallLog(CallLog):
         at = number % (2 * BLOCK)
         self._whats[at], self._sizes[at] = word, size
         self.number = number
+        if self._waits and self.is_new(word, size):
+            hooks.compare_calls(self, NEW_SECONDS)
+            self.check()
 
     def add_call(self, call: Call) -> None:
         """Record a collective on tensors, as ``add``."""

@@ -19,7 +19,7 @@ import torch
 
 from hpcdist.core.buffers import PLAIN_TYPES, check_memory
 from hpcdist.core.call import Call
-from hpcdist.core.call_words import GATHERS, OBJECTS
+from hpcdist.core.call_words import GATHERS, OBJECTS, kind_word
 from hpcdist.core.table import ALL_GATHER, ALL_GATHER_SINGLE, BROADCAST, GATHER, SCATTER
 
 REASON_LENGTH = 200  # characters of an error's text that are sent
@@ -248,11 +248,15 @@ class Objects(ABC):
 
 
 class TensorObjects(Objects):
-    """Object calls by a ``Backend``'s calls on tensors; the bytes are sent from its device."""
+    """Object calls by a ``Backend``'s calls on tensors, which ``run`` carries out; the bytes are on its device."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, run: Callable[[Call], None]) -> None:
+        self._backend, self._run = backend, run
         self.rank, self.size = backend.rank, backend.size
+
+    def _record(self, name: str, root: int) -> None:
+        if self._backend.calls is not None:
+            self._backend.calls.add(kind_word(name, root=root), 0)
 
     def _packed(self, value: Any, weights_only: bool) -> tuple[torch.Tensor, BaseException | None]:
         data, _, failure = pack(value, self.rank, is_whole=True, weights_only=weights_only)
@@ -264,21 +268,21 @@ class TensorObjects(Objects):
     def _lengths(self, length: int) -> list[int]:
         mine = torch.tensor([length], device=self._backend.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self._backend.device)
-        self._backend.run(Call(ALL_GATHER_SINGLE, mine, lengths))
+        self._run(Call(ALL_GATHER_SINGLE, mine, lengths))
         return lengths.tolist()
 
     def all_gather(self, value: Any, weights_only: bool = False, call: str = "all_gather_object") -> list[Any]:
-        self._backend.compare(OBJECTS[0], root=GATHERS.index(call))
+        self._record(OBJECTS[0], GATHERS.index(call))
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         everything = self._memory(sum(lengths))
-        self._backend.run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
+        self._run(Call(ALL_GATHER, data, everything, counts=([data.numel()], lengths)))
         if failure is not None:
             raise failure
         return [unpickle(part, weights_only) for part in everything.split(lengths)]
 
     def gather(self, value: Any, root: int, weights_only: bool = False) -> list[Any] | None:
-        self._backend.compare("gather_object", root=root)
+        self._record("gather_object", root)
         data, failure = self._packed(value, weights_only)
         lengths = self._lengths(data.numel())
         longest = max(lengths)  # GATHER moves equal shares
@@ -286,7 +290,7 @@ class TensorObjects(Objects):
         padded[: data.numel()] = data
         is_root = self.rank == root
         everything = self._memory(self.size * longest) if is_root else None
-        self._backend.run(Call(GATHER, padded, everything, root=root))
+        self._run(Call(GATHER, padded, everything, root=root))
         if failure is not None:
             raise failure
         if everything is None:
@@ -295,20 +299,20 @@ class TensorObjects(Objects):
         return [unpickle(part[:length], weights_only) for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any, root: int, weights_only: bool = False) -> Any:
-        self._backend.compare("broadcast_object", root=root)
+        self._record("broadcast_object", root)
         is_root = self.rank == root
         data, failure = self._packed(value, weights_only) if is_root else (None, None)
         length = torch.tensor([data.numel() if data is not None else 0], device=self._backend.device)
-        self._backend.run(Call(BROADCAST, length, length, root=root))
+        self._run(Call(BROADCAST, length, length, root=root))
         if data is None:
             data = self._memory(int(length))
-        self._backend.run(Call(BROADCAST, data, data, root=root))
+        self._run(Call(BROADCAST, data, data, root=root))
         if failure is not None:
             raise failure
         return value if is_root else unpickle(data, weights_only)
 
     def scatter(self, values: list[Any] | None, root: int, weights_only: bool = False) -> Any:
-        self._backend.compare("scatter_object", root=root)
+        self._record("scatter_object", root)
         parts, failure = None, None
         if values is not None and self.rank == root:
             made, failure = pack_list(values, root, is_whole=True, weights_only=weights_only)
@@ -316,7 +320,7 @@ class TensorObjects(Objects):
         lengths = torch.zeros(self.size, dtype=torch.int64, device=self._backend.device)
         if parts is not None:
             lengths = torch.tensor([part.numel() for part in parts], device=self._backend.device)
-        self._backend.run(Call(BROADCAST, lengths, lengths, root=root))
+        self._run(Call(BROADCAST, lengths, lengths, root=root))
         longest = int(lengths.max())
         everything = None
         if parts is not None:
@@ -324,7 +328,7 @@ class TensorObjects(Objects):
             for row, part in zip(everything, parts, strict=True):
                 row[: part.numel()] = part
         mine = self._memory(longest)
-        self._backend.run(Call(SCATTER, everything, mine, root=root))
+        self._run(Call(SCATTER, everything, mine, root=root))
         if failure is not None:
             raise failure
         return unpickle(mine[: int(lengths[self.rank])], weights_only)

@@ -1,10 +1,10 @@
-"""Exchange of calls between nodes: detects that ranks of a group on several nodes make different calls.
+"""Exchange of calls: detects that ranks of a group without a common call board make different calls.
 
 One rank of each node sends its position in each group (``core.call_log``) to a rank of the next node, which answers
-with its own: once a second until that has come as far, at the end of the group, and when MPI has failed. Of two ranks
-the one that has made more calls compares. A rank that finds a difference sends it to its node and log n others, which
-do the same: every rank raises at its next call on the group, and a call under way is ended like an overdue one: by
-ULFM, or with the job.
+with its own: once a second until that has come as far, at the end of the group, and when the library has failed. Over
+libraries other than MPI each rank counts as a node. Of two ranks the one that has made more calls compares. A rank that
+finds a difference sends it to its node and log n others, which do the same: every rank raises at its next call on the
+group, and a call under way is ended like an overdue one: by ULFM, by NCCL's abort, or with the job; gloo's by gloo.
 
 Positions do not show two differences, which are found by questions while a call lasts: ranks that make groups of
 different members, and a rank that has destroyed a group in place of its first call or message.
@@ -156,7 +156,7 @@ class CallExchange:
             log.fail(failure, tells)
             self._send_failure(log)
 
-    # -- at the end of a group, and after MPI has failed -----------------------------------------------
+    # -- at the end of a group, and after the library has failed -----------------------------------------------
 
     def compare(self, log: CallLog, seconds: float) -> None:
         """Compare this rank's calls with those of a rank of the next node and one of the node before, at once.

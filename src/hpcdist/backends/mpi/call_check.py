@@ -44,7 +44,7 @@ from hpcdist.backends.mpi.node.call_board import COUNTS_KEPT, LAST, RING, CallBo
 from hpcdist.backends.mpi.node.window import fence
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
-from hpcdist.core.call_log import BLOCK, LEAVE_SAID, CallLog, calls_differ
+from hpcdist.core.call_log import BLOCK, LEAVE_SAID, NEW_SECONDS, CallLog, calls_differ
 from hpcdist.core.call_words import (
     COUNTED,
     NUMBER,
@@ -67,7 +67,6 @@ from hpcdist.core.table import ALL_GATHER, ALL_TO_ALL, ALL_TO_ALL_SINGLE, EXCHAN
 from hpcdist.core.waiting import nap
 
 SPLIT_SAID = kind_word(SPLIT)
-NEW_SECONDS = 1.0  # seconds that a call of a new kind waits for the other nodes' calls
 OPS = {NAMES[op]: op for op in ALL_OPS}
 Result = TypeVar("Result")
 

@@ -47,7 +47,7 @@ class NCCLBackend(Backend):
         self.rank = rank
         self.size = size
         self.communicators = self.faults = Communicators(rank, size, library)
-        self.objects = TensorObjects(self)
+        self.objects = TensorObjects(self, self.run)
         self._library = library
         self._owned_peer: Backend | None = None
         self._given: finding.Channel | None = None if store is None else finding.StoreChannel(store, rank)
@@ -227,6 +227,8 @@ class NCCLBackend(Backend):
 
     def _queued(self, link: Link, call: Call) -> Queue:
         """Return a function that queues a collective, with NCCL's buffers and op; ``nothing`` for no elements."""
+        if link.calls is not None:
+            link.calls.check()  # first: calls that differ are the reason of what NCCL reports
         self.communicators.check_live()
         row, send, recv, op, root, counts, *_ = call
         given = call.tensor
@@ -337,7 +339,7 @@ class NCCLBackend(Backend):
     def _take_over(self, comm: Any, parent: Link, name: str) -> NCCLBackend:
         """Adopt a communicator that was made from the parent's, under the new group's name."""
         token = "" if parent.calls is None else f"{parent.calls.token}-{name}"
-        self.communicators.adopt(comm, parent.streams.device, token)
+        self.communicators.adopt(comm, parent.streams.device, token=token)
         self.communicators.is_eager = True
         return self
 

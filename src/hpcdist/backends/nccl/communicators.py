@@ -85,12 +85,12 @@ class Communicators(Faults):
         """Make a communicator, of this rank and a peer or of all ranks; blocks until all of them have called."""
         with self.failing("connect"), torch.cuda.device(device):
             comm = self._library.core.Communicator.init(size, rank, ids, config_of(self._library, self.options))
-        return self.adopt(comm, device, token, peer)
+        return self.adopt(comm, device, peer, token)
 
-    def adopt(self, comm: Any, device: torch.device, token: str, peer: int | None = None) -> Link:
+    def adopt(self, comm: Any, device: torch.device, peer: int | None = None, token: str = "") -> Link:
         """Register a communicator, and return it with its streams, whose Works can be interrupted.
 
-        The token is the same on all of its ranks, and no other communicator's.
+        The token of all ranks' communicator is the same on all of them, and no other communicator's.
         """
         is_high = getattr(self.options, "is_high_priority_stream", False)
         streams = Streams(device, self.interrupt, torch.cuda, is_high)
