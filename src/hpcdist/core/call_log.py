@@ -274,7 +274,7 @@ class OwnCallLog(CallLog):
         at = number % (2 * BLOCK)
         self._whats[at], self._sizes[at] = word, size
         self.number = number
-        if self._waits and self.is_new(word, size):
+        if self._waits and self.is_new(word, max(0, size)):  # below zero: shares of this rank's own
             hooks.compare_calls(self, NEW_SECONDS)
             self.check()
 
