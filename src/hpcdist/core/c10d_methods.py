@@ -28,17 +28,10 @@ from hpcdist.core.lists import check_lengths, check_pairs, splits_of
 from hpcdist.core.point_to_point import irecv, isend
 from hpcdist.core.printing import format_value
 from hpcdist.core.ranks import as_rank
-from hpcdist.core.reduction import MEMBERS, PRODUCT, SUM, canonical
+from hpcdist.core.reduction import PRODUCT, SUM, canonical
 from hpcdist.core.work import AllWork, DoneWork, Work
 
 Tensors = list[torch.Tensor]
-# options with an op, which C++ copies for each question: the usual one is known by its value
-REDUCING: frozenset[type[Any]] = frozenset({
-    torch.distributed.AllreduceOptions,
-    torch.distributed.AllreduceCoalescedOptions,
-    torch.distributed.ReduceOptions,
-    torch.distributed.ReduceScatterOptions,
-})  # fmt: skip
 
 
 def parse_options(call: str, tensors: Iterable[Any], opts: Any, op: Any = None) -> tuple[Any, bool]:
@@ -46,12 +39,8 @@ def parse_options(call: str, tensors: Iterable[Any], opts: Any, op: Any = None) 
 
     The product of complex numbers is an error: c10d's methods have never computed it.
     """
-    if opts.__class__ in REDUCING and op is None:
-        given = opts.reduceOp
-        how, is_async = MEMBERS.get(hash(given), given), opts.asyncOp  # ``canonical``, for latency
-    else:
-        given = op if opts is None else getattr(opts, "reduceOp", opts)
-        how, is_async = canonical(SUM if given is None else given), getattr(opts, "asyncOp", True)
+    given = op if opts is None else getattr(opts, "reduceOp", opts)
+    how, is_async = canonical(SUM if given is None else given), getattr(opts, "asyncOp", True)
     if how is PRODUCT and any(isinstance(each, torch.Tensor) and each.is_complex() for each in tensors):
         raise MismatchError(
             f"{call} does not support PRODUCT on complex tensors as a method of a group, nor does torch.distributed; "
@@ -112,7 +101,7 @@ class C10dMethods(Group):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Work:
         """Combine a tensor, or all tensors of a list, over all ranks; the result is written to each."""
-        given = tensors if tensors.__class__ is list else as_list(tensors)
+        given = as_list(tensors)
         how, is_async = parse_options("allreduce", given, opts, op)
         if len(given) == 1:
             return self._begin(issue(table.ALL_REDUCE, self, given[0], given[0], how, None, is_async), given)
