@@ -51,7 +51,7 @@ def wait_timeout(keys: Sequence[bytes], seconds: float, waited: float, where: st
 
 
 def barrier_timeout(
-    key: bytes, world_size: int, seconds: float, waited: float, where: str, note: str = ""
+    key: bytes, world_size: int, seconds: float, waited: float, where: str, note: str
 ) -> DistStoreError:
     """Make the error for a barrier that too few callers reached in time."""
     late = f"fewer than {world_size} callers came to {where} in {waited:.3f} s{note}"

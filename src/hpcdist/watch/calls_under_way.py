@@ -199,7 +199,7 @@ def users_line(stack: Iterable[CodeLine]) -> CodeLine | None:
     return outermost
 
 
-def stack_of(thread: int = 0) -> list[CodeLine]:
+def stack_of(thread: int) -> list[CodeLine]:
     """Return the stack of a thread, innermost first: by its identifier, or the main thread's if that has ended.
 
     No garbage is collected meanwhile. A collection runs Python code (that of ``stores.keep_alive``, for one), and so

@@ -212,9 +212,8 @@ class Reports:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._askers: dict[
-            Collective | None, tuple[int, float]
-        ] = {}  # the lowest rank that asked, and the time until which its report must come
+        # the lowest rank that asked, and the time until which its report must come
+        self._askers: dict[Collective | None, tuple[int, float]] = {}
         self._swept: dict[str, float] = {}  # by group: the last time when all its ranks were asked for their traces
         self._reports: dict[Collective | None, tuple[Report, float]] = {}
 

@@ -104,9 +104,7 @@ class Watchdog:
         self.channel.thread = self._thread.ident or 0
 
     def leave_to_parent(self) -> None:
-        """Undo the parent's settings in a forked child, and close the parent's sockets: an open port would
-        make the parent look alive.
-        """
+        """Undo the parent's settings in a forked child; close its sockets: an open port makes it look alive."""
         self.signals.remove()
         self.liveness.close()
         self.channel.close()

@@ -93,7 +93,6 @@ class Progress:
 
 
 PROGRESS = Progress()
-shutdown.register(
-    shutdown.Stage.PROGRESS, PROGRESS.stop
-)  # before the end of Python stops the thread in the middle of a call
+# before the end of Python stops the thread in the middle of a call
+shutdown.register(shutdown.Stage.PROGRESS, PROGRESS.stop)
 os.register_at_fork(after_in_child=PROGRESS.leave_to_parent)
