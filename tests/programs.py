@@ -81,6 +81,14 @@ def resident(pid: int | str = "self") -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def is_alive(pid: int) -> bool:
+    """Tell whether a process still runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def start(command: list[object], folder: Path = ROOT, **variables: str) -> subprocess.Popen[str]:
     """Start a command in a process group of its own and return its process, whose output can be read."""
     return subprocess.Popen(

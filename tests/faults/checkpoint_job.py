@@ -29,9 +29,7 @@ def last_whole(folder: Path) -> Path | None:
 
 def main(folder: Path) -> None:
     dist.init_process_group()
-    saving = (
-        dist.new_group()
-    )  # the saves' own communicator: they do not wait for the training's calls, nor these for them
+    saving = dist.new_group()  # of the saves alone: they do not wait for the training's calls, nor these for them
     state = {"values": torch.zeros(COUNT, dtype=torch.int64), "step": torch.tensor(0)}
     found = last_whole(folder)
     if found is not None:

@@ -188,11 +188,3 @@ class Job(Started):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         super().close()
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process still runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, START_SECONDS, command, is_alive, settings
+from tests.faults.launch import FIRST, HERE, LIBRARY, MPIRUN, PLAIN, START_SECONDS, command, settings
+from tests.programs import is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 TIMEOUT = 1.0  # of the job's group

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.launch import HERE, PLAIN, ULFM, Job, is_alive, some
+from tests.faults.launch import HERE, PLAIN, ULFM, Job, some
+from tests.programs import is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 SCRIPT = HERE / "elastic_job.py"
@@ -144,29 +145,26 @@ def test_a_job_that_cannot_go_on_says_why(launcher: str, plan: dict[str, Any], w
     assert not [each for each in events if each["event"] == "end"]
 
 
-@pytest.mark.parametrize("launcher", some(ULFM, 0))
-def test_a_stopped_rank_is_killed_and_replaced(launcher: str) -> None:
-    plan = {"spares": 1, "timeout": 3, "signal": "SIGSTOP", "die": {"1": {"step": 5}}}
-    status, events, stderr = run(launcher, plan, 4)
-    assert status == 0, stderr
-    assert [each["rank"] for each in ends(events, stderr)] == [0, 3, 2]
+# a job, how many processes it has, and which of them are its ranks at the end
+REPLACED = {
+    # another spare knows of the process whose place was taken, which MPI does not count any more
+    "and the others take long to recover": (
+        {"spares": 2, "steps": 12, "slow": 3, "unknown": 1, "die": {"1": {"step": 5}}},
+        4,
+        [0, 2],
+    ),
+    "stopped in a meeting": ({"spares": 1, "steps": 5, "signal": "SIGSTOP", "die": {"1": {"meeting": 1}}}, 3, [0, 2]),
+    "stopped in a step": ({"spares": 1, "timeout": 3, "signal": "SIGSTOP", "die": {"1": {"step": 5}}}, 4, [0, 3, 2]),
+}
 
 
 @pytest.mark.parametrize("launcher", ULFM)
-def test_a_spare_waits_for_ranks_that_take_long_to_recover(launcher: str) -> None:
-    """It knows of the process whose place another spare has taken, which MPI does not count any more."""
-    plan = {"spares": 2, "steps": 12, "slow": 3, "unknown": 1, "die": {"1": {"step": 5}}}
-    status, events, stderr = run(launcher, plan, 4)
+@pytest.mark.parametrize("how", some([*REPLACED], 2))
+def test_a_rank_that_dies_or_is_stopped_is_replaced(launcher: str, how: str) -> None:
+    plan, processes, left = REPLACED[how]
+    status, events, stderr = run(launcher, plan, processes)
     assert status == 0, stderr
-    assert [each["rank"] for each in ends(events, stderr)] == [0, 2]
-
-
-@pytest.mark.parametrize("launcher", ULFM)
-def test_a_rank_that_is_stopped_in_a_meeting_is_killed_and_replaced(launcher: str) -> None:
-    plan = {"spares": 1, "steps": 5, "signal": "SIGSTOP", "die": {"1": {"meeting": 1}}}
-    status, events, stderr = run(launcher, plan, 3)
-    assert status == 0, stderr
-    assert [each["rank"] for each in ends(events, stderr)] == [0, 2]
+    assert [each["rank"] for each in ends(events, stderr)] == left
 
 
 @pytest.mark.parametrize("launcher", PLAIN)

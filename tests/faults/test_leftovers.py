@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcdist.core.waiting import wait_until
-from tests.faults.launch import HERE, LIBRARY, PLAIN, Job, is_alive
+from tests.faults.launch import HERE, LIBRARY, PLAIN, Job
+from tests.programs import is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 END_SECONDS = 20.0

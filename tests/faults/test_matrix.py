@@ -12,7 +12,8 @@ import os
 import pytest
 
 from hpcdist.core.waiting import wait_until
-from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, PLAIN, Job, is_alive
+from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, PLAIN, Job
+from tests.programs import is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 

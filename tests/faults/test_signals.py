@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job, is_alive
+from tests.faults.launch import FIRST, IS_WHOLE, LAUNCHERS, Job
 from tests.faults.signal_job import HELD
+from tests.programs import is_alive
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 JOBS = Path(__file__).with_name("signal_job.py")

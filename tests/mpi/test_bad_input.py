@@ -12,6 +12,8 @@ import torch.distributed as torch_dist
 import hpcdist as dist
 from tests.ranks import sum_of_ranks
 
+from .refused import freed, frozen
+
 
 @pytest.fixture(autouse=True)
 def _still_usable(size):
@@ -33,12 +35,6 @@ def meta():
 
 def compressed():
     return torch.eye(2).to_sparse_csr()
-
-
-def frozen():
-    array = np.ones(2)
-    array.flags.writeable = False
-    return array
 
 
 def factor(value):
@@ -161,6 +157,11 @@ CASES = {
     "subgroups, a number": (TypeError, lambda n: dist.new_subgroups_by_enumeration(5), "subgroups are 5 of type int"),
     "splits, a number": (TypeError, lambda n: dist.split_group(None, 5), "subgroups are 5 of type int"),
     "size of subgroups": (TypeError, lambda n: dist.new_subgroups("2"), "group_size is '2'"),
+    "local group of another backend": (
+        ValueError,
+        lambda n: dist.new_group(backend="loopback", use_local_synchronization=True),
+        "takes the default group's backend",
+    ),
     "backend of a number": (TypeError, lambda n: dist.get_backend_impl(None, 0.5), ""),
     "no shape": (TypeError, lambda n: dist.node_shared(None), "`shape` is None of type NoneType"),
     "float shape": (TypeError, lambda n: dist.node_shared((2, 0.5)), "`shape` is 0.5 of type float"),
@@ -421,13 +422,6 @@ def test_rows_that_do_not_divide_among_the_ranks(two_ranks, width, size):
         dist.all_to_all_single(rows.clone(), rows)
 
 
-def freed(count, start=0):
-    """Return part of a tensor whose storage was freed, as FSDP frees those of unsharded parameters."""
-    tensor = torch.ones(start + count)[start:]
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 def most_to_oneself(tensor):
     """Return splits of a tensor's rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -575,16 +569,10 @@ def test_tensors_whose_storage_was_freed_before_an_asynchronous_call_was_carried
 
 def test_lists_on_the_wrong_ranks(rank, size):
     root = size - 1
-    if rank == root:
-        with pytest.raises(ValueError, match="must be specified on destination"):
-            dist.gather(one(), None, root)
-        with pytest.raises(ValueError, match="must be specified on source"):
-            dist.scatter(one(), None, root)
-    else:
-        with pytest.raises(ValueError, match="NOT be specified"):
-            dist.gather(one(), ones(size), root)
-        with pytest.raises(ValueError, match="NOT be specified"):
-            dist.scatter(one(), ones(size), root)
+    given, text = (None, "must be specified on") if rank == root else (ones(size), "NOT be specified")
+    for call in (dist.gather, dist.scatter):
+        with pytest.raises(ValueError, match=text):
+            call(one(), given, root)
 
 
 def test_a_root_that_has_no_output_is_refused_before_it_is_in_a_call(rank, size):

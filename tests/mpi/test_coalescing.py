@@ -9,6 +9,7 @@ from hpcdist.core.call_cache import LOOKS
 from tests.ranks import sum_of_ranks
 
 from .expected import same
+from .refused import freed
 
 
 def test_all_reduce_coalesced(rank, size):
@@ -216,11 +217,6 @@ def test_a_list_that_comes_again_may_change_once_the_call_has_begun(dtype, rank,
             assert bool((each == size * (size + 1) / 2).all())
 
 
-def freed(tensor):
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 def test_calls_that_came_again_are_checked_before_the_first_is_sent(world, rank, size):
     def gather(outputs, inputs):
         world.all_gather_single_coalesced(outputs, inputs).wait()
@@ -242,7 +238,7 @@ def test_calls_that_came_again_are_checked_before_the_first_is_sent(world, rank,
             assert [each[::2].tolist() for each in outputs] == [list(range(size)), list(range(10, 10 + size))]
         outputs = [torch.full((2 * size,), -1.0) for _ in inputs]
         with pytest.raises(ValueError, match="has no memory"):
-            call(outputs, [inputs[0], freed(torch.ones(2))])
+            call(outputs, [inputs[0], freed(2)])
         with pytest.raises(ValueError, match=r"expected|do not fit"):
             call(outputs, [inputs[0], torch.ones(3)])
         assert all(each.tolist() == [-1.0] * 2 * size for each in outputs)

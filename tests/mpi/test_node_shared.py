@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 import hpcdist as dist
 from hpcdist.core import memory_file
 from tests.mpi.conftest import BACKEND
-from tests.mpi.test_bad_input import freed
 from tests.ranks import of_all_ranks
+
+from .refused import freed
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -122,6 +123,17 @@ def test_what_is_only_read_may_be_a_tuple(kind, rank, size):
         received = [None] * 2
         dist.recv_object_list(received, 0)
         assert received == [1, "text"]
+
+
+def test_a_list_of_another_length(rank, size):
+    objects = [None] * (1 if rank == 0 else 2)
+    with nullcontext() if rank == 0 else pytest.raises(RuntimeError, match=r"list has 1 entries, `object_list`.* 2"):
+        dist.broadcast_object_list(objects, 0)
+    if rank == 0 and size > 1:
+        dist.send_object_list(objects, 1)
+    elif rank == 1:
+        with pytest.raises(RuntimeError, match="the list sent has 1 entries, `object_list` 2"):
+            dist.recv_object_list(objects, 0)
 
 
 def test_messages_of_objects_and_of_tensors_are_not_taken_for_each_other(two_ranks, rank):

@@ -20,6 +20,8 @@ from hpcdist.core.errors import CallsDifferError
 from tests.mpi.conftest import BACKEND
 from tests.ranks import of_all_ranks
 
+from .refused import freed
+
 pytestmark = pytest.mark.filterwarnings("error:a Window is closed")
 HAS_MPI = BACKEND in (None, "mpi") or "cpu:mpi" in BACKEND
 OPS = {
@@ -339,11 +341,11 @@ WRONG = [
     ),
     (lambda w, n: w.accumulate(torch.zeros(1), 0, 0, ReduceOp.BAND), RuntimeError, "BAND.*Window.accumulate of float"),
     (lambda w, n: w.fetch_and_add(0, 8), ValueError, "1 elements from offset 8"),
-    (lambda w, n: w.put(freed(), 0), ValueError, "storage was freed"),
-    (lambda w, n: w.get(freed(), 0), ValueError, "storage was freed"),
-    (lambda w, n: w.accumulate(freed(), 0), ValueError, "storage was freed"),
-    (lambda w, n: w.put(freed(2), 0), ValueError, "storage was freed"),
-    (lambda w, n: w.get(freed(2), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.put(freed(4), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.get(freed(4), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.accumulate(freed(4), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.put(freed(2, step=2), 0), ValueError, "storage was freed"),
+    (lambda w, n: w.get(freed(2, step=2), 0), ValueError, "storage was freed"),
     (lambda w, n: w.put(torch.eye(2).to_sparse(), 0), TypeError, r"Window.put takes dense tensors"),
     (lambda w, n: w.get(torch.eye(2).to_sparse(), 0), TypeError, r"Window.get takes dense tensors"),
     (
@@ -374,19 +376,13 @@ def test_bad_arguments(rank, size):
                 call(window, size)
 
 
-def freed(step=1):
-    tensor = torch.ones(4)[::step]
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 def test_numbers_of_other_types(rank, size):
     with dist.Window(np.int64(3), torch.int64) as window:
         for value, text in ((1.5, "value is 1.5 of type float"), (1 << 70, "expected a number that torch.int64 has")):
             with pytest.raises(TypeError, match=text):
                 window.fetch_and_add(0, 0, value)
         with pytest.raises(ValueError, match="its storage was freed"):
-            window.fetch_and_add(0, 0, freed())
+            window.fetch_and_add(0, 0, freed(4))
         dist.barrier()
         assert not window.tensor.any()
         dist.barrier()
@@ -398,7 +394,7 @@ def test_numbers_of_other_types(rank, size):
         assert window.fetch_and_add(rank, 0, 1.5) == 0.0
         assert window.fetch_and_add(rank, 0, np.float32(1)) == 1.5
         with pytest.raises(ValueError, match="its storage was freed"):
-            window.fetch_and_add(0, 0, freed())
+            window.fetch_and_add(0, 0, freed(4))
     for dtype in ("float32", torch.quint8):
         with pytest.raises(TypeError, match="`dtype` is"):
             dist.Window(1, dtype)
@@ -421,7 +417,7 @@ def test_bad_memory_is_an_error_on_all_ranks(rank, size):
     with pytest.raises(ValueError, match="is not a plain tensor; expected a contiguous one"):
         dist.Window(torch.zeros(2, 2).t())
     with pytest.raises(ValueError, match="storage was freed"):
-        dist.Window(freed() if last else torch.ones(4))
+        dist.Window(freed(4) if last else torch.ones(4))
     with pytest.raises(dist.DistBackendError, match=r"/dev/shm of host .* are needed"):
         dist.Window(1 << 50)
     if size > 1:

@@ -16,6 +16,7 @@ import hpcdist_stores as stores
 from hpcdist_stores.integers import U64
 from hpcdist_stores.tcp import wire
 from tests.ports import free_port
+from tests.programs import is_alive
 from tests.stores import store_workers
 from tests.stores.deadlines import ends_at
 from tests.stores.store_contract import StoreContract
@@ -223,15 +224,6 @@ def test_what_the_server_would_refuse_is_an_error_here_and_the_connection_stays(
     assert store._session.connection is connection
 
 
-def has_ended(pid):
-    """Return whether a process is gone, or waits for an init that does not reap."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def test_a_dead_server_is_noticed_by_every_waiting_client(processes, owner):
     process, (port, server) = owner(store_workers.own_server)
     probe = stores.TCPStore("127.0.0.1", port)
@@ -251,7 +243,7 @@ def test_a_dead_server_is_noticed_by_every_waiting_client(processes, owner):
     with pytest.raises(dist.DistNetworkError):
         probe.get("k")
     process.join(5)
-    assert has_ended(server)
+    assert not is_alive(server)
 
 
 def test_the_server_ends_with_its_store():

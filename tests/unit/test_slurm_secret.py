@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -187,7 +186,7 @@ def test_munge_hands_out_the_secret(home, monkeypatch, tmp_path_factory):
         second = rendezvous.by_munge(1, "127.0.0.1", ports, "77.0.0", LIMIT)
         first.set("key", "value")
         assert second.get("key") == b"value"
-        assert sys.getrefcount(rendezvous.NOTICES.pop())
+        rendezvous.NOTICES.pop()  # the second one has found it
     finally:
         daemon.terminate()
         daemon.wait(10)
