@@ -119,10 +119,10 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
     asked = str(backend)
     name = cpu_backend(asked)
     is_subgroup, default = len(ranks) > 0, c10d._world.default_pg
-    is_by_hand = not is_subgroup and default is not None  # a second world, with numbers and a store of its own
-    if name not in CARRIED or (name in DIVERTED and ("meet" not in STOCK or is_by_hand)):
+    beside = None if is_subgroup else default  # a second world is made by hand, with numbers and a store of its own
+    if name not in CARRIED or (name in DIVERTED and ("meet" not in STOCK or beside is not None)):
         return helper(size, rank, ranks, backend, *args, **kwargs)
-    if is_by_hand and (rank, size) == (default.rank(), default.size()):
+    if beside is not None and (rank, size) == (beside.rank(), beside.size()):
         ranks, is_subgroup = list(range(size)), True
     if is_subgroup and not isinstance(default, ProcessGroup):
         if name in DIVERTED:
