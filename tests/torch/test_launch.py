@@ -242,6 +242,40 @@ def test_a_world_of_one_over_a_store_of_its_own_is_left_to_torch(tmp_path):
     assert lines == ["1 torch.distributed.distributed_c10d", *[f"2 {OURS}"] * 2]
 
 
+def test_a_second_world_made_by_hand_is_not_the_default_group(tmp_path):
+    """As trainers do that send weights to other processes: a rendezvous and a group without a list of ranks."""
+    script = """
+        import os, sys
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        def world(backend, name, rank, size):
+            store, rank, size = next(c10d.rendezvous(f"file://{sys.argv[1]}/{name}", rank, size))
+            store = dist.PrefixStore(name, store)
+            arguments = {"group_name": name, "timeout": timedelta(seconds=60)}
+            group, _ = c10d._new_process_group_helper(size, rank, [], c10d.Backend(backend), store, **arguments)
+            c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+            return group
+
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        groups = [world("gloo", "both", rank, 2), world("hpcdist", "ours", rank, 2)]
+        if rank == 1:
+            groups.append(world("gloo", "one", 0, 1))
+        for group in groups:
+            dist.all_reduce(tensor := torch.ones(1), group=group)
+            assert group is not dist.group.WORLD and int(tensor) == dist.get_world_size(group)
+            dist.destroy_process_group(group)
+        dist.all_reduce(tensor := torch.ones(1))
+        os.write(1, f"{int(tensor)} {[type(group).__module__.partition('.')[0] for group in groups]}\\n".encode())
+        dist.destroy_process_group()
+    """
+    lines = run(tmp_path, "mpirun", script, str(tmp_path), before=RUN, is_forked=True)
+    assert lines == ["2 ['torch', 'hpcdist', 'torch']", "2 ['torch', 'hpcdist']"]
+
+
 def test_run_without_a_script(tmp_path):
     done = programs.run([sys.executable, *RUN, "absent.py"], folder=tmp_path)
     assert done.returncode == 2

@@ -119,8 +119,11 @@ def make(helper: Any, size: int, rank: int, ranks: Any, backend: Any, *args: Any
     asked = str(backend)
     name = cpu_backend(asked)
     is_subgroup, default = len(ranks) > 0, c10d._world.default_pg
-    if name not in CARRIED or (name in DIVERTED and "meet" not in STOCK):
+    beside = None if is_subgroup else default  # a second world is made by hand, with numbers and a store of its own
+    if name not in CARRIED or (name in DIVERTED and ("meet" not in STOCK or beside is not None)):
         return helper(size, rank, ranks, backend, *args, **kwargs)
+    if beside is not None and (rank, size) == (beside.rank(), beside.size()):
+        ranks, is_subgroup = list(range(size)), True
     if is_subgroup and not isinstance(default, ProcessGroup):
         if name in DIVERTED:
             return helper(size, rank, ranks, backend, *args, **kwargs)
@@ -187,9 +190,12 @@ def number(given: int, variable: str) -> int | None:
 def meet(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
     """Connect the processes of an unmodified script: over MPI if its launcher starts it, else as torch does.
 
-    A script that starts its processes itself, and gives their number, is left to torch. ValueError if the caller's rank
-    or size differs from the launcher's.
+    A script that starts its processes itself, and gives their number, is left to torch, as is one that meets again for
+    a world of its own beside the default group. ValueError if the caller's rank or size differs from the launcher's.
     """
+    if dist.is_initialized():
+        yield from STOCK["meet"](url, rank, world_size, **kwargs)
+        return
     launch = decision.with_size(decision.find_launch())
     rank, world_size = query(urlparse(str(url)), rank, world_size)
     if launch is not None and launch.starts_mpi:
