@@ -37,7 +37,7 @@ from hpcdist.core.reduction import canonical
 from hpcdist.core.work import check_timeout
 from hpcdist.launch import environment
 
-# of a rank's part of a window, beside its data: at most what rounds it to pages, and MPI's own; and a counter for each rank
+# of a rank's part of a window, beside its data: at most what rounds it to pages, and MPI's own; a counter for each rank
 OWN_BYTES, SIGNAL_BYTES = 4 * mmap.PAGESIZE, 8
 
 
