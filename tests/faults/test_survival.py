@@ -342,6 +342,17 @@ DEATHS = {
         [0, 1],
         "failed: rank 2 of the group died",
     ),
+    "a shrink that leaves out a rank that lives": (
+        (
+            4,
+            1,
+            "",
+            "time.sleep(0 if ME < 3 else 3)\nif ME < 3: dist.shrink_group([3])",
+            "ME < 3 and dist.shrink_group([1, 3])",
+        ),
+        [0, 2],
+        "MPI counts ranks [1] of the group as dead, more than the [3] to exclude; call it again with all of them",
+    ),
 }
 
 

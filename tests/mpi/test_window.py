@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 
 import hpcdist as dist
 from hpcdist.backends.mpi.reductions import COMPARES_AS_SIGNED, VENDOR, VERSION
+from hpcdist.core import memory_file
 from hpcdist.core.errors import CallsDifferError
 from tests.mpi.conftest import BACKEND
 from tests.ranks import of_all_ranks
@@ -408,7 +409,7 @@ def test_dtypes_without_atomic_calls(rank):
             window.fetch_and_add(0)
 
 
-def test_bad_memory_is_an_error_on_all_ranks(rank, size):
+def test_bad_memory_is_an_error_on_all_ranks(rank, size, monkeypatch):
     last = rank == size - 1
     with pytest.raises(ValueError, match=f"rank {size - 1} of the group: ValueError: `memory` is -1"):
         dist.Window(-1 if last else 1)
@@ -420,6 +421,11 @@ def test_bad_memory_is_an_error_on_all_ranks(rank, size):
         dist.Window(freed(4) if last else torch.ones(4))
     with pytest.raises(dist.DistBackendError, match=r"/dev/shm of host .* are needed"):
         dist.Window(1 << 50)
+    if last:
+        monkeypatch.setattr(memory_file, "free_bytes", lambda: 0)  # full: MPI would fail on one rank, and others wait
+    for memory in 1, torch.zeros(1):  # a counter for each rank lies in shared memory too
+        with pytest.raises(dist.DistBackendError, match=r"/dev/shm of host .* has 0 bytes free, and \d+ are needed"):
+            dist.Window(memory)
     if size > 1:
         with pytest.raises(ValueError, match=r"rank 0 opens elements of torch.float32, rank"):
             dist.Window(torch.zeros(1) if last else 1)

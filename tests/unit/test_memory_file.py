@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,3 +62,10 @@ def test_no_process_loses_a_name_that_it_uses(folder: Path) -> None:
     """Each looks for names that were left while the others make theirs."""
     assert [os.waitpid(each, 0)[1] for each in [begin(use_many) for _ in range(4)]] == [0] * 4
     assert [*folder.iterdir()] == []
+
+
+def test_a_full_folder_is_not_one_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for blocks, available, expected in ((100, 7, 7 * 4096), (100, 0, 0), (0, 0, memory_file.UNLIMITED)):
+        state = SimpleNamespace(f_blocks=blocks, f_bavail=available, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda _, state=state: state)
+        assert memory_file.free_bytes() == expected

@@ -244,7 +244,8 @@ def test_open_mpi_does_not_open_btl_ofi_on_one_node() -> None:
         ("MPICH", 1 << 20, "1", True),
         ("MPICH", 2 << 20, "1", False),
         ("MPICH", None, "1", False),  # no /dev/shm
-        ("MPICH", 0, "1", False),  # no limit
+        ("MPICH", memory_file.UNLIMITED, "1", False),
+        ("MPICH", 0, "1", True),  # full
         ("MPICH", 1 << 19, None, True),  # no launcher
         ("Open MPI", 1, "1", False),
     ],

@@ -170,6 +170,16 @@ def test_a_warning_does_not_hide_the_status_of_the_step(batch, status):
     assert code == (1 if status == 1 else -signal.SIGTERM), said
 
 
+@pytest.mark.parametrize(("template", "script"), [("requeue", "$(ps -o ppid= -p $PPID)"), ("elastic", "$PPID")])
+def test_a_job_that_is_cancelled_leaves_no_file(batch, tmp_path, template, script):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    given = {"TMPDIR": str(temporary), "HPCDIST_PYTHON": "sh"}
+    status, said = batch(template, f"kill -TERM {script}\n", "train.py", **given)
+    assert status == -signal.SIGTERM, said
+    assert [*temporary.iterdir(), *tmp_path.glob(".elastic-*")] == []
+
+
 @pytest.mark.parametrize("status", [0, 1, 143])
 @pytest.mark.parametrize("preempted", ["None", "2026-01-02T03:04:06"])
 def test_a_job_that_is_preempted_is_requeued_though_only_its_ranks_are_told(batch, status, preempted):

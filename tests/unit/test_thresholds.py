@@ -1,6 +1,7 @@
 """Thresholds of node-shared memory: the setting, the table, and the file that takes its place."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,30 @@ def test_the_first_file_that_knows_the_processor_is_found(home, monkeypatch):
     monkeypatch.setenv(threshold_file.VARIABLE, "~/x.json")  # as `env` and sbatch's --export hand it on
     assert threshold_file.find() == ("~/x.json", str(home / "x.json"), {("Some MPI", 2): {"broadcast": 5}})
     assert tune.parser().parse_args(["--output=~/x.json"]).output == home / "x.json"
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(home, monkeypatch):
+    path = home / "link.json"
+    path.symlink_to("measured.json")
+    threshold_file.write(path, "Some MPI", 2, {"broadcast": 5})
+    before, write_text = path.read_text(), Path.write_text
+
+    def full(self, text, **options):
+        write_text(self, text[:9], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        threshold_file.write(path, "Some MPI", 2, {"broadcast": 6})
+    assert path.read_text() == before
+    assert path.is_symlink()
+    assert sorted(each.name for each in home.iterdir()) == ["link.json", "measured.json"]
+
+
+def test_tune_finds_a_folder_that_it_cannot_write_to_before_it_measures(home):
+    assert tune.make_folder(home / "new" / "measured.json") == ""
+    assert [*(home / "new").iterdir()] == []
+    assert tune.make_folder(Path("/proc/measured.json")) != ""
 
 
 def test_a_user_without_a_home_has_no_file(home, monkeypatch):

@@ -101,7 +101,7 @@ def request(shape: Any, dtype: Any) -> Request:
     if (there := memory_file.free_bytes()) is None:
         raise DistBackendError(f"host {os.uname().nodename} has no {memory_file.FOLDER}")
     mine = Request((environment.node_key(), memory_file.device_id()), sizes, dtype)
-    if 0 < there < mine.nbytes:
+    if there < mine.nbytes:
         raise DistBackendError(memory_file.no_room(os.uname().nodename, there, mine.nbytes))
     return mine
 

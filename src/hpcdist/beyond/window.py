@@ -7,6 +7,7 @@ the group, offsets count elements of the window.
 
 from __future__ import annotations
 
+import mmap
 import os
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -35,6 +36,9 @@ from hpcdist.core.ranks import as_int, as_rank, ranks_by_value
 from hpcdist.core.reduction import canonical
 from hpcdist.core.work import check_timeout
 from hpcdist.launch import environment
+
+# of a rank's part of a window, beside its data: at most what rounds it to pages, and MPI's own; a counter for each rank
+OWN_BYTES, SIGNAL_BYTES = 4 * mmap.PAGESIZE, 8
 
 
 class Window:
@@ -286,6 +290,7 @@ def check_offers(offers: list[Offer]) -> None:
     for ranks in ranks_by_value(each.node for each in offers).values():
         peers = [offers[rank] for rank in ranks]
         needed = 0 if first.is_tensor else sum(each.numel for each in peers) * first.dtype.itemsize
-        free = min((each.free for each in peers if each.free), default=needed)
+        needed += len(peers) * (OWN_BYTES + SIGNAL_BYTES * len(offers))
+        free = min((each.free for each in peers if each.free is not None), default=needed)
         if free < needed:
             raise DistBackendError(f"Window: {memory_file.no_room(peers[0].host, free, needed)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -78,9 +79,11 @@ def run(args: list[str]) -> int:
 
 
 def make_folder(path: Path) -> str:
-    """Make the file's folder and read the file; return an error, before the measurement."""
+    """Make the file's folder, write to it and read the file; return an error, before the measurement."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
         if path.exists():
             threshold_file.read(path)
     except (OSError, ValueError) as error:

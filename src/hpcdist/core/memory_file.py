@@ -13,21 +13,23 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
+UNLIMITED = sys.maxsize
 PREFIX, NUMBER_BYTES = "hpcdist-", 12  # of a name: its beginning, and the bytes of the random number after it
 
 
 def free_bytes() -> int | None:
-    """Return how many bytes are free in /dev/shm, None if there is none; 0 may also mean that it has no limit."""
+    """Return how many bytes are free in /dev/shm, ``UNLIMITED`` if it has no limit, None if there is none."""
     try:
         state = os.statvfs(FOLDER)
     except OSError:
         return None
-    return state.f_bavail * state.f_frsize
+    return state.f_bavail * state.f_frsize if state.f_blocks else UNLIMITED  # tmpfs(5), size=0
 
 
 def device_id() -> int:

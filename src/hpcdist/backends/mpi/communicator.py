@@ -349,6 +349,12 @@ class Communicator(Faults):
         with self._members(ranks) as members, self.translating("new_group"):
             return self.comm.Create_group(members, group_tag(name))
 
+    def _more_dead_than(self, excluded: Sequence[int]) -> DistBackendError:
+        return DistBackendError(
+            f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
+            f"{list(excluded)} to exclude; call it again with all of them"
+        )
+
     def shrink(self, excluded: Sequence[int], name: str, aborts: bool) -> MPI.Intracomm:
         """Return a communicator without some ranks; the others call.
 
@@ -366,6 +372,8 @@ class Communicator(Faults):
                 self.revoke()
             # a death is known to all ranks; a revocation may become known when some already wait for each other
             if not ulfm.are_dead(comm, excluded):
+                if not set(self.failed()).isdisjoint(remaining):  # for which MPI_Comm_create_group would wait
+                    raise self._more_dead_than(excluded)
                 with self._members(remaining) as members:
                     if not self.is_revoked():
                         try:
@@ -377,10 +385,7 @@ class Communicator(Faults):
             made: MPI.Intracomm = comm.Shrink()  # type: ignore[assignment]  # the stub says Comm
             if made.Get_size() == len(remaining):
                 return made
-            raise DistBackendError(
-                f"shrink_group: MPI counts ranks {self.failed()} of the group as dead, more than the "
-                f"{list(excluded)} to exclude; call it again with all of them"
-            )
+            raise self._more_dead_than(excluded)
         except MPI.Exception as error:
             hint = "" if ulfm.is_tolerant() else f"; this MPI cannot go on after a rank has died: {ulfm.LAUNCH_HINT}"
             raise DistBackendError(

@@ -75,7 +75,8 @@ def judge(seen: list[Facts]) -> Iterator[Finding]:
         remedy = "mount -o remount,size=50% /dev/shm   # in a container: docker run --shm-size=1g"
         yield Finding(PROBLEM, text, remedy)
     else:
-        yield Finding(OK, f"/dev/shm has {format_size(free_bytes)} free on the fullest node")
+        free = format_size(free_bytes) if free_bytes < memory_file.UNLIMITED else "all memory"
+        yield Finding(OK, f"/dev/shm has {free} free on the fullest node")
         for text in failed:
             yield Finding(PROBLEM, f"shared memory: {text}", "df -h /dev/shm; ls -l /dev/shm")
     if not failed and "works" in tried:

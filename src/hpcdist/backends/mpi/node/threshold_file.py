@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -94,9 +95,17 @@ def positive(value: Any) -> int:
 
 
 def write(path: Path, library: str, place: int | str, found: dict[str, int]) -> None:
-    """Add the measurements of this processor to a file, in place of those of the same ranks or kind of nodes."""
+    """Add the measurements of this processor to a file, in place of those of the same ranks or kind of nodes.
+
+    The file is replaced as a whole: every job reads it, and fails if a full disk has left it empty.
+    """
     content = read(path) if path.exists() else {}
     rows = {name: None if nbytes == NEVER else nbytes for name, nbytes in found.items()}
     content.setdefault(processor(), {}).setdefault(library, {})[str(place)] = rows
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        unfinished.replace(path.resolve())  # of a link: what it points to
+    finally:
+        unfinished.unlink(missing_ok=True)

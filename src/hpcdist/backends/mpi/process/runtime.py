@@ -240,7 +240,7 @@ def warn_of_little_memory(MPI: Any, launch: Launch | None) -> None:
         return
     free = memory_file.free_bytes()
     needed = MPICH_BYTES * (1 + ((launch.local_rank if launch else None) or 0))
-    if free and free < needed:
+    if free is not None and free < needed:
         text = f"{memory_file.no_room(os.uname().nodename, free, needed)}; else MPICH may end in MPI_Init by SIGBUS"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
