@@ -194,6 +194,23 @@ def test_a_queue_without_a_server(opened, rank, size, dtype):
         dist.barrier()
 
 
+@pytest.mark.parametrize("odd", [0, 1], ids=["on the first rank", "on the second"])
+def test_windows_of_few_elements_with_other_strides(odd, rank, size):
+    """Torch gives an empty array the stride 0; a single element may have any. The others waited for such a rank."""
+    memories = [np.ones(0), torch.ones(4, dtype=torch.float64)[::4]]
+    with dist.Window(memories[(rank + odd) % 2]) as window:
+        assert window.sizes == [(each + odd) % 2 for each in range(size)]
+        dist.barrier()
+        for other in range(size):
+            window.accumulate(torch.ones(2 * window.sizes[other], dtype=torch.float64)[::2], other)
+        dist.barrier()
+        assert window.tensor.tolist() == [1.0 + size] * window.sizes[rank]
+    with dist.Window(1, torch.complex64) as window:
+        window.accumulate(torch.full((2,), 1 + 2j)[::2], 0)
+        dist.barrier()
+        assert window.tensor[0] == (0 if rank else size * (1 + 2j))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint64, torch.float32, torch.complex64], ids=str)
 def test_fetch_and_add_of_any_dtype(opened, rank, size, dtype):
     with opened(2, dtype) as window:

@@ -38,6 +38,7 @@ from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, VERSION, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
 from hpcdist.core.backend_parts import RemoteMemory, Windows
+from hpcdist.core.buffers import as_bytes
 from hpcdist.core.errors import DistBackendError, MismatchError, end_all
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import format_ranks, ranks_by_value
@@ -127,7 +128,7 @@ class MPIWindow(RemoteMemory):
                 self._mapped[peer] = torch.from_numpy(segment)[self._begin : self._begin + sizes[peer]]
             self.own = self._mapped[rank].zero_()
         else:
-            self.own = self._mapped[rank] = tensor.view(-1).view(torch.uint8)
+            self.own = self._mapped[rank] = as_bytes(tensor)
             self.own.numpy()  # from now on torch refuses to resize its storage: others would write to freed memory
             with exclusively(communicator.comm):
                 self._data, self._start = MPI.Win.Create(memory(tensor), 1, comm=communicator.comm), 0
@@ -192,9 +193,7 @@ class MPIWindow(RemoteMemory):
                 f"Window.accumulate: Open MPI takes {tensor.dtype} for signed integers in ReduceOp.{name}, on several "
                 "nodes and in windows of tensors; expected a signed dtype"
             )
-        tensor = tensor.view(-1)
-        if (part_type := PARTS.get(name, {}).get(tensor.dtype)) is not None:
-            tensor = tensor.view(part_type)
+        tensor = as_bytes(tensor).view(PARTS.get(name, {}).get(tensor.dtype, tensor.dtype))
         datatype, itemsize = DATATYPES[tensor.dtype], tensor.itemsize
         with self._during("Window.accumulate", dst), self._communicator.translating("Window.accumulate"):
             # Open MPI's op/avx saturates narrow sums of vectors of 16 bytes and more; it adds shorter ones one by one
