@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 import warnings
 from datetime import timedelta
 
@@ -471,6 +472,27 @@ def test_the_same_ranks_are_made_a_group_again_and_again(world, size):
     for group in groups:
         assert sum_of_ranks(1, group) == size
         group.shutdown()
+
+
+def test_members_make_a_group_while_a_thread_makes_a_communicator(rank, size):
+    """In Open MPI the two wait for each other, unless all members have come before they make the group."""
+    group = dist.new_group()
+    sum_of_ranks(group=group)
+    values = torch.ones(1_000_000)
+    dist.barrier()
+    if rank == 0:
+        work = dist.all_reduce(values, group=group, async_op=True)  # its first call that needs the nodes
+        time.sleep(0.2)
+    else:
+        time.sleep(0.6)
+        work = dist.all_reduce(values, group=group, async_op=True)
+        work.wait()
+    made = dist.new_group(list(range(size)), use_local_synchronization=True)
+    work.wait()
+    assert values[0] == size
+    assert sum_of_ranks(group=made) == size
+    dist.destroy_process_group(made)
+    dist.destroy_process_group(group)
 
 
 def test_a_group_may_end_on_a_rank_before_others_have_made_it(size):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from hpcdist.backends.gloo import GlooBackend
 from hpcdist.core import backend as backend_module
@@ -526,7 +527,7 @@ class WaitingGroup:
 def test_a_c10d_group_is_dropped_without_waiting_for_a_rank_that_does_not_come(monkeypatch):
     monkeypatch.setattr(backend_module, "DROP_SECONDS", 0.1)
     monkeypatch.setattr(GlooBackend, "creator", lambda _: WaitingGroup())
-    backend = GlooBackend(Bootstrap(0, 2, timedelta(seconds=30)))
+    backend = GlooBackend(Bootstrap(0, 2, timedelta(seconds=30), store=HashStore()))
     gate, tensor = backend.inner.gate, torch.ones(2)
     work = backend.start(Call(ALL_REDUCE, tensor, tensor, torch.distributed.ReduceOp.SUM))
     queue = backend.queue

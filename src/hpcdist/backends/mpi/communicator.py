@@ -22,11 +22,16 @@ from hpcdist.backends.mpi.receives import PROBES, Receives
 from hpcdist.core.agreement import subgroups_differ
 from hpcdist.core.backend_parts import Faults
 from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.point_to_point import FIRST_KEPT
 from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 
 NEWS_SECONDS = 0.25  # seconds by which the news of a death may come after the revocation that it caused
+NOTHING, MEETING_TAG = (
+    (None, 0, BYTE),
+    FIRST_KEPT + 2,
+)  # of the messages by which members of a group wait for each other
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
 # 5.0.11 does not cut messages that it reads from another process's memory (large ones within a node)
 OVERWRITTEN = "; Open MPI may have written beyond that memory too: end the program"
@@ -347,7 +352,21 @@ class Communicator(Faults):
         The name is the same on all of them, and keeps apart communicators that are made at the same time.
         """
         with self._members(ranks) as members, self.translating("new_group"):
+            self._await_members(ranks)
             return self.comm.Create_group(members, group_tag(name))
+
+    def _await_members(self, ranks: Sequence[int]) -> None:
+        """Return when all of some ranks have come, by empty messages in log n rounds (a dissemination barrier).
+
+        In Open MPI a rank that waits in MPI_Comm_create_group keeps its other threads from making communicators of
+        higher numbers, and the rank for which it waits may be in such a call with one of them. Under ULFM a message to
+        a dead rank is an error, while MPI_Comm_create_group waits for it.
+        """
+        me, count, step = ranks.index(self.rank), len(ranks), 1
+        while step < count:
+            target, source = ranks[(me + step) % count], ranks[(me - step) % count]
+            self.comm.Sendrecv(NOTHING, target, MEETING_TAG, NOTHING, source, MEETING_TAG)
+            step *= 2
 
     def _more_dead_than(self, excluded: Sequence[int]) -> DistBackendError:
         return DistBackendError(
