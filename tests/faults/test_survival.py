@@ -342,6 +342,11 @@ DEATHS = {
         [0, 1],
         "failed: rank 2 of the group died",
     ),
+    "a group that its members make": (
+        (4, 1, "", "dist.new_group(list(range(4)), use_local_synchronization=True)", ""),
+        [0, 2, 3],
+        "rank 1 of the group died",
+    ),
     "a shrink that leaves out a rank that lives": (
         (
             4,
