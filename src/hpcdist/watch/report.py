@@ -84,6 +84,7 @@ VERBS = {
     "they_are": ("it is", "they are"),
     "differ": ("differs", "differ"),
 }
+PLURALS = dict(VERBS.values())
 
 
 def sentence(text: str, ranks: Sequence[int], call: dict[str, Any], words: str = "") -> str:
@@ -157,7 +158,11 @@ def compose_message(
             lines[f"is {place(answers[rank], mine['group'])}"].append(rank)
     for reason, who in by_reason([each for each in others if each not in answers and each != me], judge).items():
         lines[f"{'may not have' if is_unknown(reason) else 'has not'} met it; {reason}"] = who
-    return shorten([f"{format_ranks(ranks)} {where}" for where, ranks in lines.items()])
+    said = []
+    for where, who in lines.items():
+        verb, _, rest = where.partition(" ")
+        said.append(f"{format_ranks(who)} {PLURALS.get(verb, verb) if len(who) > 1 else verb} {rest}")
+    return shorten(said)
 
 
 def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> str:
