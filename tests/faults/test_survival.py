@@ -345,7 +345,7 @@ DEATHS = {
     "a group that its members make": (
         (4, 1, "", "dist.new_group(list(range(4)), use_local_synchronization=True)", ""),
         [0, 2, 3],
-        "rank 1 of the group died",
+        "the group takes no more calls",
     ),
     "a shrink that leaves out a rank that lives": (
         (

@@ -131,8 +131,9 @@ class C10dBackend(Backend):
         self.objects = TensorObjects(self, self.carry_out)
         if self.compares_calls and self.size > 1 and environment.is_on(environment.CHECK_CALLS):
             assert self._store is not None
-            token = self._store.compare_set("calls", "", secrets.token_hex(8)).decode()
-            self.calls = OwnCallLog(token, self.rank, self.size, waits=self.ends_waits)
+            if self.rank == 0:
+                self._store.set("calls", secrets.token_hex(8))
+            self.calls = OwnCallLog(self._store.get("calls").decode(), self.rank, self.size, waits=self.ends_waits)
 
     @classmethod
     def connect(cls, bootstrap: Bootstrap) -> C10dBackend:
