@@ -38,7 +38,7 @@ LINES = [
     (STREAMS, "        with streams.on_device():\n            for stream", "        if True:\n            for stream"),
     (STREAMS, "        exchange(ctypes.byref(mode))\n", "        pass\n"),
     (BACKEND, "            with link.streams.on_device():\n", "            if True:\n"),
-    (BACKEND, "            link.calls.add_call(call)\n", "            pass\n"),
+    (BACKEND, "        self.record(call)\n", ""),
     (
         BACKEND,
         "                calls.add(*words)\n            self._run",

@@ -17,6 +17,7 @@ pytest.importorskip("mpi4py")
 from hpcdist.backends.mpi.call_check import CallCheck
 from hpcdist.backends.mpi.node.call_board import RING, CallBoard, bytes_of
 from hpcdist.core.call import Call
+from hpcdist.core.call_log import CallLog
 from hpcdist.core.call_words import COUNTED, NUMBER, SIZES, STOP, DecodedCall, is_wide, kind_word, read, with_size
 from hpcdist.core.errors import CallsDifferError
 from hpcdist.core.table import ALL_REDUCE, ALL_TO_ALL_SINGLE, BARRIER, BROADCAST, EXCHANGES, GATHER
@@ -206,7 +207,7 @@ def test_the_call_that_differs_stays_readable_for_other_nodes():
     boards = [CallBoard(memory, [0, 1], rank, 3) for rank in range(2)]
     check = CallCheck(Communicator(0, 3), lambda call: None, None, True)
     check.is_open, check.board = True, boards[0]
-    check.log = boards[0].log("", [[0, 1], [2]], 0, check._last)
+    check.log = CallLog("", 0, [[0, 1], [2]], boards[0].whats[0], boards[0].sizes[0], check._last)
     base, tensor = kind_word(ALL_REDUCE.name, torch.float32, ReduceOp.SUM), torch.ones(3)
     boards[1].whats[1][1] = with_size(base, 4) + 1
     boards[1].failing[1] = 1  # it has seen that they differ

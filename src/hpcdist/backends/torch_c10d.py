@@ -145,8 +145,7 @@ class C10dBackend(Backend):
 
     def run(self, call: Call) -> None:
         """Run one collective to its end."""
-        if self.calls is not None:
-            self.calls.add_call(call)
+        self.record(call)
         try:
             self.carry_out(call)
         except DistBackendError:

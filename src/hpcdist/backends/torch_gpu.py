@@ -140,14 +140,14 @@ class TorchBackend(C10dBackend, Faults):
             return
         self._check_live()
         streams = self._side(self._device_of(call))
-        self._record(call)
+        self.record(call)
         with streams.on_device():
             self.carry_out(apart(call))
             streams.mark(streams.current())
 
     def start(self, call: Call) -> Work:
         """Queue one collective behind the work on the current stream."""
-        self._record(call)
+        self.record(call)
         is_barrier = call.row is BARRIER
         if is_barrier:
             token = torch.zeros(1, device=self.device)
@@ -160,10 +160,6 @@ class TorchBackend(C10dBackend, Faults):
             self.carry_out(call)
 
         return self._begin(Held(call.row.name, queue, call.finish, work, is_direct(call)))
-
-    def _record(self, call: Call) -> None:
-        if self.calls is not None:
-            self.calls.add_call(call)
 
     def _device_of(self, call: Call) -> torch.device:
         device = self.device if call.tensor is None else call.tensor.device

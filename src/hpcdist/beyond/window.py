@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from hpcdist.core import memory_file, world
 from hpcdist.core.agreement import attempt
+from hpcdist.core.backend_parts import SIGNAL_BYTES
 from hpcdist.core.buffers import (
     LOWEST_PLACE,
     as_tensor,
@@ -37,8 +38,8 @@ from hpcdist.core.reduction import canonical
 from hpcdist.core.work import check_timeout
 from hpcdist.launch import environment
 
-# of a rank's part of a window, beside its data: at most what rounds it to pages, and MPI's own; a counter for each rank
-OWN_BYTES, SIGNAL_BYTES = 4 * mmap.PAGESIZE, 8
+# of a rank's part of a window, beside its data and counters: at most what rounds it to pages, and MPI's own
+OWN_BYTES = 4 * mmap.PAGESIZE
 
 
 class Window:

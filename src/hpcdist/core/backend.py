@@ -137,6 +137,11 @@ class Backend(ABC):
         if self.calls is not None:
             self.calls.add(with_size(kind_word(name, dtype, op, root), size), size)
 
+    def record(self, call: Call) -> None:
+        """Record a collective that this rank makes next in its log of calls; CallsDifferError if one differs."""
+        if self.calls is not None:
+            self.calls.add_call(call)
+
     def settings(self) -> dict[str, str]:
         """Return the settings, by name, that decide which calls are made, and so must be the same on all ranks."""
         return {}

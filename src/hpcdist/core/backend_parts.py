@@ -89,6 +89,9 @@ class Membership(ABC):
         """
 
 
+SIGNAL_BYTES = 8  # of a window's counter for each rank, beside its data
+
+
 class RemoteMemory(ABC):
     """Memory of every rank of a group, open to the others until it is closed.
 

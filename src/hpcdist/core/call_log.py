@@ -261,8 +261,8 @@ class OwnCallLog(CallLog):
     def __init__(self, token: str, rank: int, size: int, waits: bool = False) -> None:
         self.number = 0  # of the last call whose words are written
         self._waits = waits
-        self._whats, self._sizes = (memoryview(array("q", [0] * 2 * BLOCK)) for _ in range(2))
-        super().__init__(token, rank, Apart(size), self._whats, self._sizes, lambda: self.number)
+        whats, sizes = (memoryview(array("q", [0] * 2 * BLOCK)) for _ in range(2))
+        super().__init__(token, rank, Apart(size), whats, sizes, lambda: self.number)
 
     def add(self, word: int, size: int) -> None:
         """Record a call that this rank makes next; CallsDifferError if one is known to differ."""
@@ -271,8 +271,9 @@ class OwnCallLog(CallLog):
         number = self.number + 1
         if not number % BLOCK:
             self.turn(number)
-        at = number % (2 * BLOCK)
-        self._whats[at], self._sizes[at] = word, size
+        whats, sizes = self._rings
+        at = number % len(whats)
+        whats[at], sizes[at] = word, size
         self.number = number
         if self._waits and self.is_new(word, max(0, size)):  # below zero: shares of this rank's own
             hooks.compare_calls(self, NEW_SECONDS)

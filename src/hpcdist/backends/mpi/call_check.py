@@ -100,7 +100,8 @@ class CallCheck:
         with communicator.in_step("a group's first call"):
             board, self.is_wanted, token, nodes = open_board(communicator.comm, self.is_wanted)
         if board is not None and len(nodes) > 1:
-            self.log = board.log(token, nodes, communicator.rank, self._last)
+            rings = board.whats[board.own], board.sizes[board.own]
+            self.log = CallLog(token, communicator.rank, nodes, *rings, self._last)
         self.board = board  # type: ignore[assignment]
         self.is_open = True
 

@@ -28,10 +28,8 @@ from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished
 
 NEWS_SECONDS = 0.25  # seconds by which the news of a death may come after the revocation that it caused
-NOTHING, MEETING_TAG = (
-    (None, 0, BYTE),
-    FIRST_KEPT + 2,
-)  # of the messages by which members of a group wait for each other
+# of the messages by which the members of a group wait for each other
+NOTHING, MEETING_TAG = (None, 0, BYTE), FIRST_KEPT + 2
 TAGS = 32768  # MPI_TAG_UB is at least 32767 (MPI 9.1.2)
 # 5.0.11 does not cut messages that it reads from another process's memory (large ones within a node)
 OVERWRITTEN = "; Open MPI may have written beyond that memory too: end the program"

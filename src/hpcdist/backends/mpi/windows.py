@@ -37,14 +37,13 @@ from hpcdist.backends.mpi.node.window import NAP_AFTER_SECONDS, PAGE_BYTES, SPIN
 from hpcdist.backends.mpi.progress import PROGRESS
 from hpcdist.backends.mpi.reductions import MPI_OPS, VENDOR, VERSION, is_compared_as_signed, mpi_op, wide
 from hpcdist.core import reduction
-from hpcdist.core.backend_parts import RemoteMemory, Windows
+from hpcdist.core.backend_parts import SIGNAL_BYTES, RemoteMemory, Windows
 from hpcdist.core.buffers import as_bytes
 from hpcdist.core.errors import DistBackendError, MismatchError, end_all
 from hpcdist.core.objects import Objects
 from hpcdist.core.ranks import format_ranks, ranks_by_value
 from hpcdist.core.table import ALL_REDUCE
 
-SIGNAL_BYTES = 8
 ACCUMULATE = replace(ALL_REDUCE, name="Window.accumulate")  # its ops
 # The dtype of the parts of an element on which an op acts one by one. Open MPI's osc/rdma, which combines 4 and 8 bytes
 # by the processor's atomic instructions, takes complex64 for int64 before 5.0 (open-mpi/ompi, pull request 11293), and

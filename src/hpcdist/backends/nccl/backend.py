@@ -136,8 +136,7 @@ class NCCLBackend(Backend):
             return
         link = self._link_for(call)
         queue = self._queued(link, call)
-        if link.calls is not None:
-            link.calls.add_call(call)
+        self.record(call)
         self._run(link, call.row.name, queue)
 
     def _run(self, link: Link, name: str, queue: Queue) -> None:
@@ -158,8 +157,7 @@ class NCCLBackend(Backend):
             call = Call(ALL_REDUCE, self._token, self._token, reduction.SUM, finish=call.finish, result=call.shown())
         link = self._link_for(call)
         queue = self._queued(link, call)
-        if link.calls is not None:
-            link.calls.add_call(made)
+        self.record(made)
         return self._start(link, call.row.name, queue, call.finish, call.shown(), call.nbytes, None, is_barrier)
 
     def prepare(self, call: Call) -> tuple[Run, Start | None]:

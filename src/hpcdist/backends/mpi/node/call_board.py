@@ -10,7 +10,6 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,8 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.window import fence, fences
 from hpcdist.core import memory_file
-from hpcdist.core.call_log import BLOCK, CallLog
-from hpcdist.core.call_words import (
-    COUNTED,
-    LEFT,
-    NUMBER,
-    NUMBER_BITS,
-    STOP,
-    WIDE,
-    DecodedCall,
-    kind_word,
-    read,
-)
+from hpcdist.core.call_log import BLOCK
+from hpcdist.core.call_words import COUNTED, LEFT, NUMBER, NUMBER_BITS, STOP, WIDE, DecodedCall, kind_word, read
 from hpcdist.core.ranks import ranks_by_value
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row, Shape
 from hpcdist.launch.environment import NODE_KEY
@@ -88,10 +77,6 @@ class CallBoard:
         mine = CELL.pack(self.whats[self.own][at], self.sizes[self.own][at])
         past, self._past[at] = self._past[at], mine
         return row.count(mine) + row.count(past) == len(self.ranks)
-
-    def log(self, token: str, nodes: list[list[int]], rank: int, last: Callable[[], int]) -> CallLog:
-        """Return the log that ranks of several nodes compare; arguments as for ``CallLog``."""
-        return CallLog(token, rank, nodes, self.whats[self.own], self.sizes[self.own], last)
 
     def has(self, index: int, number: int) -> bool:
         """Tell whether a rank has begun a call whose place in the ring is not used again yet."""
