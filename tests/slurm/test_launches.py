@@ -81,7 +81,45 @@ def test_one_process_in_an_allocation_of_several_tasks_says_so(any_mpi, cluster)
     assert "world of its own in a job of 4 tasks (SLURM_NTASKS)" in result.stderr
     result = cluster.run("salloc", "--ntasks=4", any_mpi["HPCDIST_PYTHON"], "-c", program, WORLD_SIZE="4")
     assert result.returncode == 1
-    assert "environment variable RANK expected, but not set" in result.stderr
+    said = (
+        "environment variable RANK expected, but not set; no launcher started this process: start the ranks with srun"
+    )
+    assert said in result.stderr
+    result = cluster.run("salloc", "--ntasks=4", any_mpi["HPCDIST_PYTHON"], "-c", STEP_OF_TORCH)
+    assert said in result.stderr
+
+
+# in double quotes the job script's own numbers: every rank is told to be rank 0
+QUOTED = 'export RANK=0 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=29500; "$@"'
+
+
+@pytest.mark.parametrize(
+    "way", [["-c", STEP_OF_TORCH], ["-m", "hpcdist", "run", "tests/slurm/jobs/facade_sum.py"]], ids=["c10d", "run"]
+)
+def test_ranks_that_raise_before_mpi_starts_end_the_job(each_mpi, way, cluster):
+    """Rank 0's numbers are right: it would wait for the others in MPI_Init, as srun does not end the step by itself."""
+    command = ["srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=0", f"--mpi={each_mpi['HPCDIST_MPI']}"]
+    result = cluster.run(*command, "bash", "-c", QUOTED, "bash", each_mpi["HPCDIST_PYTHON"], *way, seconds=100)
+    assert result.returncode != 0
+    assert "contradictory: srun says rank" in result.stderr
+    assert "exits before MPI has started, and the job is aborted" in result.stderr
+
+
+RANK_WITH_A_CHILD = """
+import subprocess, sys, hpcdist as dist
+program = "import hpcdist; hpcdist.is_initialized(); raise KeyError('of the child')"
+child = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+assert "KeyError" in child.stderr and "aborted" not in child.stderr
+dist.init_process_group()
+print(dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_an_exception_of_a_process_that_a_rank_has_started_does_not_end_the_job(each_mpi, cluster):
+    command = ["srun", "--ntasks=2", f"--mpi={each_mpi['HPCDIST_MPI']}", each_mpi["HPCDIST_PYTHON"]]
+    result = cluster.run(*command, "-c", RANK_WITH_A_CHILD, seconds=100)
+    assert (result.returncode, result.stdout) == (0, "2\n2\n"), result.stderr
 
 
 def mapped(host):

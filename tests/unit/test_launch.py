@@ -376,3 +376,20 @@ def test_a_handler_of_ones_own(monkeypatch):
     assert next(iter(rendezvous.rendezvous("own://")))[1:] == (4, 5)
     with pytest.raises(RuntimeError, match="already registered"):
         rendezvous.register_rendezvous_handler("own", handler)
+
+
+@pytest.mark.parametrize("is_torchs", [False, True], ids=["ours", "torch's door"])
+def test_rank_0_reports_that_it_waits_for_processes_that_nobody_started(is_torchs, monkeypatch, capfd):
+    """In a job script that exports RANK and WORLD_SIZE, and has no srun."""
+    monkeypatch.setattr(arrival, "SECONDS", 0.1)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    limit, launch = timedelta(seconds=1), environment.detect(variables)
+    with pytest.raises(RuntimeError):  # torch's or ours
+        if is_torchs:
+            next(registration.by_launcher("env://", is_ours=True, timeout=limit))
+        else:
+            rendezvous.find(launch, None, None, -1, -1, limit)
+    expected = "waited for 0 s: not all other processes have come to it. RANK and WORLD_SIZE say rank 0 of 2, and no"
+    assert capfd.readouterr().err.count(expected) == 1

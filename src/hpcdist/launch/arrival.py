@@ -46,6 +46,21 @@ def announce(rank: int, size: int) -> Iterator[None]:
             timer.cancel()
 
 
+@contextmanager
+def report_wait(launch: environment.Launch | None) -> Iterator[None]:
+    """Report on rank 0 that it waits for the other processes, if they do not meet in a while; without MPI."""
+    text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
+    if launch is not None and not launch.starts_mpi and environment.TORCHRUNS_OWN not in os.environ:
+        text += f". RANK and WORLD_SIZE say {launch.place}, and {environment.NOT_STARTED}"
+    timer = Timer(SECONDS, write_to_stderr, (f"{text}\n",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def arrivals() -> list[Arrival]:
     """Return this user's processes on this machine that are in ``init_process_group``."""
     names = ""
@@ -64,16 +79,36 @@ def variables(process: int) -> dict[str, str]:
     return dict(part.decode(errors="replace").split("=", 1) for part in parts if b"=" in part)
 
 
-def launcher_of(process: int) -> int:
-    """Return the nearest parent of a process without a rank: the launcher's process on this node."""
+def ancestors(process: int) -> Iterator[int]:
+    """Yield the parents of a process, the nearest first; the last is the first without a rank, the launcher's."""
     while True:
         try:
             parent = int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, IndexError):
-            return 0
+            return
+        yield parent
         if parent <= 1 or environment.detect(variables(parent)) is None:
-            return parent
+            return
         process = parent
+
+
+def launcher_of(process: int) -> int:
+    """Return the nearest parent of a process without a rank: the launcher's process on this node."""
+    return [0, *ancestors(process)][-1]
+
+
+def is_rank() -> bool:
+    """Tell whether the launcher started this process, at most by a shell, and not another Python of the job."""
+    between = list(ancestors(os.getpid()))[:-1]
+    return not any(Path(program(each)).name.startswith("python") for each in between)
+
+
+def program(process: int) -> str:
+    """Return the path of a process's program; empty if it has ended or is another user's."""
+    try:
+        return os.readlink(f"/proc/{process}/exe")
+    except OSError:
+        return ""
 
 
 def ranks_here(launcher: int) -> dict[int, list[int]]:

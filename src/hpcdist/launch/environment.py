@@ -182,6 +182,9 @@ def detect(environment: Mapping[str, str] = os.environ, size: int = UNKNOWN) -> 
     )
 
 
+NOT_STARTED = "no launcher started this process: start the ranks with srun, mpiexec or torchrun"
+
+
 def names_others() -> bool:
     """Tell whether variables of c10d's ``env://``, complete or not, say that there are other processes."""
     return os.environ.get("WORLD_SIZE", "").strip() not in ("", "1")

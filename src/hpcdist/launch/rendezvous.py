@@ -12,6 +12,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qsl, urlparse
@@ -23,7 +24,7 @@ import hpcdist_stores as stores
 from hpcdist.core.agreement import attempt
 from hpcdist.core.errors import DistNetworkError, DistStoreError, add_hint
 from hpcdist.core.work import LONGEST_TIMEOUT
-from hpcdist.launch import addresses, environment, slurm_secret, slurm_step
+from hpcdist.launch import addresses, arrival, environment, slurm_secret, slurm_step
 from hpcdist_stores.errors import LostServerError, wait_timeout
 
 Found = tuple[Store, int, int]
@@ -99,11 +100,14 @@ def find(
     if init_method is None:
         init_method = "mpi://" if launch is not None and launch.starts_mpi else "env://"
     deadline = time.monotonic() + min(timeout, LONGEST_TIMEOUT).total_seconds()
+    own = query(urlparse(str(init_method)), rank, world_size)[0]
+    is_first = 0 in (own, launch.rank if launch is not None else own) and not init_method.startswith("mpi:")
     while True:
         left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(seconds=1))
         try:
-            found, own, size = next(iter(rendezvous(init_method, rank, world_size, timeout=min(left, timeout))))
-            return meet(found, own, size, min(left, timeout)), own, size
+            with arrival.report_wait(launch) if is_first else nullcontext():
+                found, own, size = next(iter(rendezvous(init_method, rank, world_size, timeout=min(left, timeout))))
+                return meet(found, own, size, min(left, timeout)), own, size
         except LostServerError:
             if time.monotonic() >= deadline:
                 raise
@@ -191,7 +195,8 @@ def by_environment(url: str, rank: int, world_size: int, timeout: timedelta = de
     for name, value in found.items():
         if value in (-1, ""):  # unless the caller has given it
             if (text := os.environ.get(name)) is None:
-                raise missing("env", f"environment variable {name} expected, but not set")
+                hint = "" if environment.detect() is not None else f"; {environment.NOT_STARTED}"
+                raise missing("env", f"environment variable {name} expected, but not set{hint}")
             try:
                 found[name] = text if value == "" else int(text)
             except ValueError:

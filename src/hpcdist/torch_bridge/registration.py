@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Container, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from urllib.parse import urlparse
@@ -30,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hpcdist.core.errors import add_hint
 from hpcdist.core.process_group import ProcessGroup
-from hpcdist.launch import decision, environment
+from hpcdist.launch import arrival, decision, environment
 from hpcdist.launch.rendezvous import query
 from hpcdist.torch_bridge import replaced
 from hpcdist.torch_bridge.mirror import LATE_STORE, NAME, STOCK, fresh_store
@@ -78,7 +79,17 @@ def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> I
     is_asked = launch is not None and launch.size == environment.UNKNOWN and LATE_STORE.is_reserved
     is_torchs = "MASTER_ADDR" in os.environ or is_asked  # a program that does not use hpcdist starts no MPI
     if launch is None or not launch.starts_mpi or (is_torchs and not is_ours):
-        yield from STOCK["env"](url, *args, **kwargs)
+        is_first = is_ours and launch is not None and launch.rank == 0
+        try:
+            with arrival.report_wait(launch) if is_first else nullcontext():
+                iterator = STOCK["env"](url, *args, **kwargs)
+                found = next(iterator)
+        except ValueError as error:
+            if launch is not None or not is_ours:
+                raise
+            raise ValueError(add_hint(f"{error}; {environment.NOT_STARTED}", "rendezvous")) from error
+        yield found
+        yield from iterator
         return
     launch = decision.with_size(launch) or launch
     yield fresh_store(), launch.rank, launch.size
