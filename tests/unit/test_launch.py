@@ -9,7 +9,8 @@ import torch.distributed as td
 import hpcdist
 from hpcdist.cli.run import variables
 from hpcdist.core import hooks
-from hpcdist.launch import decision, environment, rendezvous, slurm_secret, slurm_step
+from hpcdist.launch import arrival, decision, environment, rendezvous, slurm_secret, slurm_step
+from hpcdist.torch_bridge import registration
 from tests.ports import free_port
 
 STEP = {
