@@ -21,12 +21,14 @@ def size(seconds_before_limit=60):
     return ["--nodes=2", "--ntasks-per-node=1", f"--signal=B:USR1@{seconds_before_limit}"]
 
 
-def test_a_warned_job_is_requeued_and_resumes_at_its_step(cluster, submit, jobs, any_mpi, tmp_path):
+@pytest.mark.parametrize("to", [["--batch"], []], ids=["script", "ranks"])
+def test_a_warned_job_is_requeued_and_resumes_at_its_step(to, cluster, submit, jobs, any_mpi, tmp_path):
+    """Also if Slurm warns only the ranks, as by ``--signal=USR1@60`` without ``B:``."""
     checkpoint = tmp_path / "run.ckpt"
     number = submit("requeue", jobs / "stopping.py", "--checkpoint", checkpoint, options=size(), **any_mpi)
     wait_for_text(cluster, number, "starts at step 0")
     time.sleep(1)
-    assert cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
+    assert cluster.run("scancel", "--signal=USR1", *to, number).returncode == 0
     wait_for_text(cluster, number, "it is requeued")
     stopped = int(checkpoint.read_text())
     assert 0 < stopped < 60
