@@ -13,6 +13,7 @@ import pytest
 SRC = Path(__file__).parents[2] / "src"
 
 ENVIRONMENT = "hpcdist.launch.environment"  # which rank am I: reads variables, imports nothing of ours
+PMI = "hpcdist.launch.pmi"  # messages to the launcher's server
 ADDRESSES = "hpcdist.launch.addresses"  # this host's addresses: asks the kernel, imports nothing of ours
 
 # part -> the parts it may import, itself aside; a part is the longest name here that a module's begins with
@@ -35,12 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "hpcdist.torch_bridge",
         ENVIRONMENT,
         ADDRESSES,
+        PMI,
         "hpcdist_stores",
         "hpcdist_stores.keep_alive",
     },
     "hpcdist.launch": {"hpcdist.core", ENVIRONMENT, ADDRESSES, "hpcdist_stores"},
     ENVIRONMENT: set(),
     ADDRESSES: set(),
+    PMI: {"hpcdist.core", "hpcdist.launch", ENVIRONMENT},
     "hpcdist.core": {"hpcdist_stores.keep_alive"},  # a Work and a group live as long as C++ holds them
     "hpcdist.backends": {"hpcdist.core", ENVIRONMENT, "hpcdist.backends.torch_c10d", "hpcdist_stores.keep_alive"},
     # its library is torch.distributed, which holds a part of the store

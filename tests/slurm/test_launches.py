@@ -116,10 +116,22 @@ dist.destroy_process_group()
 """
 
 
-def test_an_exception_of_a_process_that_a_rank_has_started_does_not_end_the_job(each_mpi, cluster):
-    command = ["srun", "--ntasks=2", f"--mpi={each_mpi['HPCDIST_MPI']}", each_mpi["HPCDIST_PYTHON"]]
-    result = cluster.run(*command, "-c", RANK_WITH_A_CHILD, seconds=100)
+WORLDS_OF_ONE = """
+import os, time, hpcdist as dist
+dist.init_process_group("loopback", world_size=1)
+assert os.environ["SLURM_PROCID"] == "1", "a task by itself"
+time.sleep(3)
+print("ran to its end")
+"""
+
+
+def test_an_exception_for_which_nobody_waits_does_not_end_the_job(each_mpi, cluster):
+    """Of a process that a rank has started, and of one of several tasks that each have a world of their own."""
+    command = ["srun", "--ntasks=2", f"--mpi={each_mpi['HPCDIST_MPI']}", each_mpi["HPCDIST_PYTHON"], "-c"]
+    result = cluster.run(*command, RANK_WITH_A_CHILD, seconds=100)
     assert (result.returncode, result.stdout) == (0, "2\n2\n"), result.stderr
+    result = cluster.run(*command, WORLDS_OF_ONE, seconds=100)
+    assert (result.returncode, result.stdout) == (1, "ran to its end\n"), result.stderr
 
 
 def mapped(host):

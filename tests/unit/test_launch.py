@@ -2,6 +2,7 @@
 
 import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as td
@@ -387,10 +388,10 @@ def test_rank_0_reports_that_it_waits_for_processes_that_nobody_started(is_torch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     limit, launch = timedelta(seconds=1), environment.detect(variables)
+    door = partial(rendezvous.find, launch, None, None, -1, -1, limit)
+    if is_torchs:
+        door = partial(next, registration.by_launcher("env://", is_ours=True, timeout=limit))
     with pytest.raises(RuntimeError):  # torch's or ours
-        if is_torchs:
-            next(registration.by_launcher("env://", is_ours=True, timeout=limit))
-        else:
-            rendezvous.find(launch, None, None, -1, -1, limit)
+        door()
     expected = "waited for 0 s: not all other processes have come to it. RANK and WORLD_SIZE say rank 0 of 2, and no"
     assert capfd.readouterr().err.count(expected) == 1

@@ -21,9 +21,8 @@ from types import ModuleType
 
 from hpcdist.c10d.names import is_mpi_available
 from hpcdist.cli.job_arguments import JobParser
-from hpcdist.launch import decision, environment, slurm_step, topology
+from hpcdist.launch import decision, environment, pmi, slurm_step, topology
 from hpcdist.torch_bridge import registration
-from hpcdist.watch import job_end
 
 UNKNOWN_HOST = "rank0.invalid"  # a name that cannot exist (RFC 2606)
 TORCHRUNS_PORT = 29500
@@ -90,7 +89,7 @@ def run(args: list[str]) -> int:
         launch = decision.with_size(decision.find_launch())
     except ValueError as error:
         print(f"python -m hpcdist run: {error}", file=sys.stderr)
-        job_end.end_waiting_ranks()
+        pmi.end_waiting_ranks()
         return 2
     announce(launch)
     registration.divert(launch, is_mpi_available)

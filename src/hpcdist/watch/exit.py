@@ -25,9 +25,10 @@ from hpcdist.core.group import BEGUN_SECONDS
 from hpcdist.core.journal import Blocked, CallRecord, made_on
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
+from hpcdist.launch.pmi import leave_hydra
 from hpcdist.watch import report
 from hpcdist.watch.calls_under_way import DESTROY, LOOKING, MAKING, REMAKING
-from hpcdist.watch.job_end import END_SECONDS, leave_hydra
+from hpcdist.watch.job_end import END_SECONDS
 from hpcdist.watch.watchdog import RUNNING, Watchdog
 
 FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds

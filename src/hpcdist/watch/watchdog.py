@@ -35,6 +35,7 @@ from hpcdist.core.group import Group
 from hpcdist.core.printing import printable, write_to_stderr
 from hpcdist.core.waiting import wait_readable
 from hpcdist.core.world import WORLD
+from hpcdist.launch.pmi import ABORT_STATUS
 from hpcdist.watch import calls_under_way, logs, report
 from hpcdist.watch.call_exchange import CallExchange
 from hpcdist.watch.calls_under_way import REMAKING, State, UnderWay, under_way
@@ -42,7 +43,7 @@ from hpcdist.watch.channel import Channel, key_of
 from hpcdist.watch.debug_socket import SECRET_VARIABLE, SLURM_JOB, DebugSocket, JobRank
 from hpcdist.watch.escalation import NO_THREAD, end_blocked, end_in_background
 from hpcdist.watch.inspection import Inspection, program
-from hpcdist.watch.job_end import ABORT_STATUS, LAUNCHER_SECONDS, JobEnd, Meeting
+from hpcdist.watch.job_end import LAUNCHER_SECONDS, JobEnd, Meeting
 from hpcdist.watch.liveness import NEWS_SECONDS, Liveness
 from hpcdist.watch.question import Answers, Message
 from hpcdist.watch.recorder import Recorder
