@@ -25,7 +25,7 @@ from hpcdist.launch import arrival, environment
 ABORT_STATUS = 1
 ANSWER_SECONDS = 1.0  # seconds that the server may take to answer
 PMIX_PROCESS_BYTES = 512  # more than a pmix_proc_t has: a name of 256 and a rank
-ENDS_LATE = {environment.HYDRAS_OWN, "SLURM_PROCID"}  # of the launchers of ``abort_by_launcher``
+LENIENT = ("srun", "mpiexec (hydra: MPICH, Intel MPI)")  # launchers that do not end the job by themselves
 
 
 def send_to_pmi(command: str) -> str:
@@ -46,10 +46,7 @@ def leave_hydra() -> bool:
 
 
 def abort_by_launcher() -> None:
-    """Let a launcher end the job that does not do so for a process that exits before MPI_Init: Hydra, and srun.
-
-    srun with ``--kill-on-bad-exit=0``, its default, does so only if PMI or PMIx asks for it.
-    """
+    """Let Hydra or srun end the job, by PMI or PMIx; srun does so by itself only with ``--kill-on-bad-exit=1``."""
     if environment.HYDRAS_OWN in os.environ:
         send_to_pmi(f"abort exitcode={ABORT_STATUS}")
     elif "PMI_FD" in os.environ:  # srun --mpi=pmi2, which speaks PMI 1 too
@@ -73,7 +70,7 @@ def end_waiting_ranks() -> None:
     MPI, launch = sys.modules.get("mpi4py.MPI"), environment.detect()
     if WORLD.default is not None or (MPI is not None and MPI.Is_initialized()):
         return
-    if launch is not None and launch.size != 1 and arrival.is_rank():
+    if launch is not None and launch.name in LENIENT and launch.size != 1 and arrival.is_rank():
         write_to_stderr(f"[{launch.place}] exits before MPI has started, and the job is aborted\n")
         time.sleep(FORWARD_SECONDS)
         abort_by_launcher()
@@ -86,5 +83,5 @@ def abort_before_mpi(before: Callable[..., Any], owner: int, *exception: Any) ->
         end_waiting_ranks()
 
 
-if ENDS_LATE & os.environ.keys():
+if getattr(environment.detect(), "name", "") in LENIENT:
     sys.excepthook = partial(abort_before_mpi, sys.excepthook, os.getpid())
