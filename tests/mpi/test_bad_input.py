@@ -207,7 +207,7 @@ REFUSED = {
     "allreduce, sparse": (
         RuntimeError,
         lambda pg, n: pg.allreduce([sparse(), sparse()], dist.ReduceOp.MAX),
-        r"Cannot use ReduceOp\.MAX with sparse",
+        r"unsupported reduction operation: ReduceOp\.MAX with sparse",
     ),
     "allreduce_coalesced a number": (TypeError, lambda pg, n: pg.allreduce_coalesced(5), "List"),
     "reduce to a word": (TypeError, lambda pg, n: pg.reduce([one()], "0"), "a rank is '0'"),

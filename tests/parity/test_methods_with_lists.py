@@ -80,6 +80,14 @@ REFUSED = {
         lambda pg, n: pg.allreduce([torch.eye(2).to_sparse(), torch.eye(2)]),
         "invalid tensor layout at index 1",
     ),
+    "allreduce, layouts and dtypes": (
+        lambda pg, n: pg.allreduce([one(), torch.eye(2, dtype=torch.long).to_sparse()]),
+        "invalid tensor layout",
+    ),
+    "allreduce, sparse": (
+        lambda pg, n: pg.allreduce([torch.eye(2).to_sparse()], options("AllreduceOptions", reduceOp=td.ReduceOp.MAX)),
+        "unsupported reduction operation",
+    ),
     "send, two": (lambda pg, n: pg.send([one(), one()], 0, 0), "single"),
     "recv, two": (lambda pg, n: pg.recv([one(), one()], 0, 0), "single"),
     "timeout": (lambda pg, n: pg.set_timeout(timedelta(seconds=-1)), "Invalid timeout"),
@@ -112,6 +120,24 @@ REFUSED = {
     "allgather, one too few": (
         lambda pg, n: pg.allgather([[one()] * (n - 1)], [one()]),
         "invalid output tensor list at index 0",
+    ),
+    "allgather, dtypes": (lambda pg, n: pg.allgather([[one().double()] * n], [one()]), "invalid tensor type"),
+    "allgather, sizes": (lambda pg, n: pg.allgather([[one(length=4)] * n], [one()]), "invalid tensor size"),
+    "scatter, dtypes": (
+        lambda pg, n: pg.scatter([one()], [[one().long()] * n], options("ScatterOptions", rootRank=pg.rank())),
+        "invalid tensor type",
+    ),
+    "scatter, sizes": (
+        lambda pg, n: pg.scatter([one()], [[one(length=4)] * n], options("ScatterOptions", rootRank=pg.rank())),
+        "invalid tensor size",
+    ),
+    "gather, dtypes": (
+        lambda pg, n: pg.gather([[one().long()] * n], [one()], options("GatherOptions", rootRank=pg.rank())),
+        "invalid tensor type",
+    ),
+    "gather, sizes": (
+        lambda pg, n: pg.gather([[one(length=4)] * n], [one()], options("GatherOptions", rootRank=pg.rank())),
+        "invalid tensor size",
     ),
     "scatter, root": (
         lambda pg, n: pg.scatter([one()], [[one()] * n], options("ScatterOptions", rootRank=n)),

@@ -122,6 +122,27 @@ def test_nan_is_found_in_calls_of_an_unmodified_script(tmp_path, monkeypatch):
     assert run(tmp_path, "alone", script, before=RUN, is_forked=True) == ["NaN in what rank 0 was about to send"]
 
 
+def test_groups_have_the_name_that_the_script_asked_for(tmp_path):
+    """A ShardedTensor of a rank without a shard looks for a GPU if the group of CPU tensors is not named "gloo"."""
+    script = """
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.distributed._shard import sharded_tensor, sharding_spec
+        dist.init_process_group("gloo")
+        mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+        groups = [dist.group.WORLD, dist.new_group([0, 1]), *mesh.get_all_groups()]
+        names = {name for group in groups for name in (group.name(), dist.get_backend(group), group.asked_name)}
+        groups.append(dist.group.WORLD.split_group([0, 1]))
+        names |= {groups[-1].name(), groups[-1].get_backend(torch.device("cpu")).name()}
+        on_rank_0 = sharding_spec.ChunkShardingSpec(0, ["rank:0/cpu"])
+        device = sharded_tensor.zeros(on_rank_0, 4, 4).device
+        os.write(1, f"{dist.get_rank()} {device} {len(groups)} {names}\\n".encode())
+    """
+    lines = run(tmp_path, "mpirun", script, before=RUN, is_forked=True)
+    assert lines == [f"{rank} cpu 5 {{'gloo'}}" for rank in range(2)]
+
+
 MAIN = """
 import atexit, pickle, sys, threading
 

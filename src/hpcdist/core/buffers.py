@@ -355,7 +355,8 @@ def same_dtype(*tensors: torch.Tensor) -> torch.dtype:
     kinds = {real_dtype(dtype) for dtype in dtypes}
     if len(kinds) > 1:
         raise MismatchError(
-            f"Invalid usage of tensors with different dtypes Found {' and '.join(sorted(map(str, dtypes)))}"
+            f"Invalid usage of tensors with different dtypes Found {' and '.join(sorted(map(str, dtypes)))}: invalid "
+            "tensor type; expected one dtype"
         )
     return kinds.pop()
 
@@ -438,9 +439,9 @@ def check_sizes(call: str, name: str, tensors: Sequence[torch.Tensor], like: tor
     for index, tensor in enumerate(tensors):
         if tensor.nbytes != like.nbytes:  # a complex tensor goes with a real one of twice as many elements
             raise MismatchError(
-                f"{call}: a tensor of `{name}` (index {index}) has {tensor.numel()} elements {tuple(tensor.shape)}; "
-                f"expected {like.nbytes // tensor.itemsize}, as the tensor of shape {tuple(like.shape)} that goes with "
-                "it"
+                f"{call}: invalid tensor size: the one of `{name}` with index {index} has {tensor.numel()} elements "
+                f"{tuple(tensor.shape)}; expected {like.nbytes // tensor.itemsize}, as the tensor of shape "
+                f"{tuple(like.shape)} that goes with it"
             )
 
 

@@ -347,8 +347,8 @@ class C10dMethods(Group):
         return "hpcdist" if self.asked_name in (None, "gloo") else self.asked_name
 
     def name(self) -> str:
-        """Return the backend string."""
-        return self.config
+        """Return the name that a script asked for; the backend string if the group has several backends."""
+        return self.asked_name if self.asked_name is not None and len(self.backends) == 1 else self.config
 
     _get_backend_name = name
 

@@ -62,7 +62,9 @@ class DeviceBackend:
         self._group.set_timeout(timeout)
 
     def name(self) -> str:
-        return self._backend.name
+        """Return the name that a script asked for on the CPU, or else the backend's own."""
+        group, backend = self._group, self._backend
+        return group.asked_name if group.asked_name is not None and backend is group.cpu else backend.name
 
     def rank(self) -> int:
         return self._backend.rank

@@ -48,6 +48,8 @@ def make(
     group.is_own_world = is_own_world
     if is_default:
         WORLD.default = group
+    elif not is_own_world and (default := WORLD.default) is not None and default.config == config:
+        group.asked_name = default.asked_name
     WORLD.add(group, is_shown)
     return group
 

@@ -427,7 +427,8 @@ def check_sparse(pg: Group, call: Call) -> None:
     pg.backend(call.send.device).check_reduction(call.row, call.send.dtype, op)
     if op != SUM:
         raise RuntimeError(
-            f"Cannot use ReduceOp.{name_of(op)} with sparse tensors: all_reduce of a sparse COO tensor takes SUM only"
+            f"unsupported reduction operation: ReduceOp.{name_of(op)} with sparse tensors; all_reduce of a sparse COO "
+            "tensor takes SUM only"
         )
 
 

@@ -72,6 +72,10 @@ def check_same_kind(call: str, tensors: Tensors) -> None:
         raise MismatchError(f"{call}: requires non-empty tensor list")
     first = tensors[0]
     for index, tensor in enumerate(tensors):
+        if tensor.layout is not first.layout:
+            raise MismatchError(
+                f"{call}: invalid tensor layout at index {index} (expected {first.layout}, got {tensor.layout})"
+            )
         if tensor.dtype != first.dtype:
             raise MismatchError(
                 f"{call}: invalid tensor type at index {index} (expected {first.dtype}, got {tensor.dtype})"
@@ -80,10 +84,6 @@ def check_same_kind(call: str, tensors: Tensors) -> None:
             raise MismatchError(
                 f"{call}: invalid tensor size at index {index} (expected {tuple(first.shape)}, got "
                 f"{tuple(tensor.shape)})"
-            )
-        if tensor.layout is not first.layout:
-            raise MismatchError(
-                f"{call}: invalid tensor layout at index {index} (expected {first.layout}, got {tensor.layout})"
             )
     if first.layout is not torch.sparse_coo or call != table.ALL_REDUCE.name:
         buffers.check_dense(call, *tensors)

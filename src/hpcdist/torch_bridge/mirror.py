@@ -130,13 +130,17 @@ class TorchWorld:
         c10d._world.group_count = made  # torch gives no group the number of one of ours
 
     def add(self, group: ProcessGroup) -> None:
-        """Enter a group in the tables, as c10d's ``new_group`` does."""
+        """Enter a group in the tables, as c10d's ``new_group`` does, named as the default one if of its kind."""
         world, name = c10d._world, group.group_name
+        default: Any = WORLD.default
         tag = f"ptd:{name}"
-        world.pg_map[group] = (NAME, bindings.PrefixStore(f"{name}/", LATE_STORE))
+        shown, config = NAME, ",".join(f"{device}:{NAME}" for device in group.backends)
+        if default in world.pg_map and default.config == group.config:
+            shown, config = world.pg_map[default][0], world.pg_backend_config[default]
+        world.pg_map[group] = (shown, bindings.PrefixStore(f"{name}/", LATE_STORE))
         world.pg_names[group] = name  # type: ignore[assignment]
         world.pg_group_ranks[group] = dict(group.group_ranks)
-        world.pg_backend_config[group] = ",".join(f"{device}:{NAME}" for device in group.backends)
+        world.pg_backend_config[group] = config
         world.pg_to_tag[group] = tag
         for each in ("", tag):
             world.tags_to_pg.setdefault(each, []).append(group)
