@@ -203,7 +203,7 @@ LATE = """
 import sys, torch
 import hpcdist as dist
 dist.init_process_group()
-values = torch.full((1 << 19,), float(dist.get_rank()))  # 2 MiB, which take 1.7 s
+values = torch.full((int(sys.argv[2]) << 18,), float(dist.get_rank()))
 if sys.argv[1] == "broadcast":
     dist.broadcast(values, 0)
 elif dist.get_rank() == 0:
@@ -216,14 +216,19 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("call", [pytest.param("broadcast", marks=smoke), "send"])
-def test_a_rank_that_has_done_its_part_does_not_end_the_job(cluster: Cluster, launcher: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "size", "rate"),  # MiB, for 1.7 s; and for 17 s, of which the sender's kernel holds the last 10
+    [pytest.param("broadcast", 2, "10mbit", marks=smoke), ("send", 2, "10mbit"), ("send", 4, "2mbit")],
+)
+def test_a_rank_that_has_done_its_part_does_not_end_the_job(
+    cluster: Cluster, launcher: str, call: str, size: int, rate: str
+) -> None:
     """It leaves while what it has sent is still under way to the other host."""
     program = cluster.shared / "late.py"
     program.write_text(LATE)
-    cluster.shape("10mbit")
+    cluster.shape(rate)
     chosen = [each for each in LAUNCHERS[launcher] if each != "--oversubscribe"]
-    done = run(cluster, (2, 1), [sys.executable, str(program), call], options=chosen)
+    done = run(cluster, (2, 1), [sys.executable, str(program), call, str(size)], options=chosen)
     assert done.returncode == 0, done.stderr
     assert "has left the program" not in done.stderr
 

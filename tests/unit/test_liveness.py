@@ -21,7 +21,7 @@ from hpcdist.core.world import WORLD
 from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
-from hpcdist.watch.exit import needs
+from hpcdist.watch.exit import has_unsent_bytes, needs
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.report import judge_of
 
@@ -191,6 +191,25 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert not needs(making, 3)
     Journal("destroyed").collective("destroy_process_group")  # of the next default group: names come again
     assert needs(call, 3)
+
+
+def test_what_the_kernel_has_not_brought_to_the_other_side_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            assert wait_until(lambda: not has_unsent_bytes(), 5)
+            sender.setblocking(False)
+            sent = 0
+            while sent < 64 << 20:
+                try:
+                    sent += sender.send(bytes(1 << 16))
+                except BlockingIOError:
+                    break
+            assert has_unsent_bytes()
+            sender.shutdown(socket.SHUT_WR)
+            while receiver.recv(1 << 16):
+                pass
+            assert wait_until(lambda: not has_unsent_bytes(), 5)
 
 
 def test_a_group_with_a_collective_or_a_message_does_not_count_as_destroyed_without_one() -> None:
