@@ -233,6 +233,31 @@ def test_a_rank_that_has_done_its_part_does_not_end_the_job(
     assert "has left the program" not in done.stderr
 
 
+COMPUTING = """
+import sys, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+dist.init_process_group(timeout=timedelta(seconds=4))
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == int(sys.argv[1]):
+    time.sleep(16)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("host", [pytest.param(0, marks=smoke), 1])
+def test_a_rank_that_no_datagram_reaches_may_compute_for_long(cluster: Cluster, launcher: str, host: int) -> None:
+    """The others have left, get its questions, and no answer to theirs for longer than the timeout."""
+    program = cluster.shared / "computing.py"
+    program.write_text(COMPUTING)
+    cluster.hosts[host].block("udp")
+    chosen = [each for each in LAUNCHERS[launcher] if each != "--oversubscribe"]
+    done = run(cluster, (2, 1), [sys.executable, str(program), str(2 * host)], options=chosen)
+    assert done.returncode == 0, done.stderr
+    assert "does not answer" not in done.stderr
+
+
 def assert_reported(job: Job, ranks: int, call: str, said: str) -> None:
     """Assert that some ranks' calls raise, or the job is aborted and all of its ranks go; with a report either way."""
     deadline = time.monotonic() + REPORT_SECONDS

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from hpcdist.core.journal import Journal
-from hpcdist.core.waiting import wait_until
+from hpcdist.core.waiting import wait_readable, wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
@@ -68,7 +68,7 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
     assert liveness.gone() == {RANKS - 1}
-    liveness.channel._note(*far.origin)
+    liveness.channel._note_answer(far)
     assert liveness.gone() == set()
     assert liveness.living() == list(range(RANKS))
     liveness._note_ended({"processes": [list(far.process)]})
@@ -81,12 +81,33 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
 def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(liveness: Liveness) -> None:
     channel = liveness.channel
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(*channel.endpoints[1].origin)  # a rank of this node says nothing about the others
+    channel._note_answer(channel.endpoints[1])  # a rank of this node says nothing about the others
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(*channel.endpoints[EACH].origin)
+    channel._note_answer(channel.endpoints[EACH])
     assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
     assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
     assert liveness.judge(RANKS - 1, "T").startswith(PROCESS_STATES["T"])
+
+
+@pytest.mark.parametrize("near", [1, 2])
+def test_a_question_from_elsewhere_is_no_answer(near: int) -> None:
+    """If datagrams pass in one direction only, this rank must not take the silence of the others for their end."""
+    far, own = Channel(near), Channel(near - 1)
+    ranks = {0: own.own._replace(pid=os.getppid()), own.rank: own.own, far.rank: far.own._replace(node_key="another")}
+    for each in (own, far):
+        each.learn(ranks, ranks.values())
+    liveness = Liveness(own)
+    far.send([own.rank], "here")
+    assert wait_readable([own.socket], 5)
+    own.answer()
+    assert not own.has_answer
+    far.register("here", lambda message: {})
+    liveness.look()  # also of a rank that keeps no connection to the other node
+    assert wait_readable([far.socket], 5)
+    far.answer()
+    assert wait_until(lambda: own.answer() or own.has_answer, 5)
+    for each in (liveness, own, far):
+        each.close()
 
 
 def test_what_ranks_of_a_node_see_of_it_is_believed_of_that_node_only(liveness: Liveness) -> None:

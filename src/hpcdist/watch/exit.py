@@ -205,7 +205,7 @@ class Observer:
         liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
         silent = [each for number, each in asked.items() if number not in answers and number not in gone]
         # without an answer from other nodes nothing is known: UDP may be blocked between the nodes
-        silent = [each for each in silent if (channel.has_received or channel.sees(each)) and each not in stopped]
+        silent = [each for each in silent if (channel.has_answer or channel.sees(each)) and each not in stopped]
         stuck += [f"{each} does not answer" for each in silent]
         return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
