@@ -203,7 +203,7 @@ LATE = """
 import sys, torch
 import hpcdist as dist
 dist.init_process_group()
-values = torch.full((1 << 19,), float(dist.get_rank()))  # 2 MiB, which take 1.7 s
+values = torch.full((int(sys.argv[2]) << 18,), float(dist.get_rank()))
 if sys.argv[1] == "broadcast":
     dist.broadcast(values, 0)
 elif dist.get_rank() == 0:
@@ -216,16 +216,46 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("call", [pytest.param("broadcast", marks=smoke), "send"])
-def test_a_rank_that_has_done_its_part_does_not_end_the_job(cluster: Cluster, launcher: str, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "size", "rate"),  # MiB, for 1.7 s; and for 34 s, of which the sender's kernel holds the last 20
+    [pytest.param("broadcast", 2, "10mbit", marks=smoke), ("send", 2, "10mbit"), ("send", 4, "1mbit")],
+)
+def test_a_rank_that_has_done_its_part_does_not_end_the_job(
+    cluster: Cluster, launcher: str, call: str, size: int, rate: str
+) -> None:
     """It leaves while what it has sent is still under way to the other host."""
     program = cluster.shared / "late.py"
     program.write_text(LATE)
-    cluster.shape("10mbit")
+    cluster.shape(rate)
     chosen = [each for each in LAUNCHERS[launcher] if each != "--oversubscribe"]
-    done = run(cluster, (2, 1), [sys.executable, str(program), call], options=chosen)
+    done = run(cluster, (2, 1), [sys.executable, str(program), call, str(size)], options=chosen)
     assert done.returncode == 0, done.stderr
     assert "has left the program" not in done.stderr
+
+
+COMPUTING = """
+import sys, time
+from datetime import timedelta
+import torch
+import hpcdist as dist
+dist.init_process_group(timeout=timedelta(seconds=4))
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == int(sys.argv[1]):
+    time.sleep(16)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("host", [pytest.param(0, marks=smoke), 1])
+def test_a_rank_that_no_datagram_reaches_may_compute_for_long(cluster: Cluster, launcher: str, host: int) -> None:
+    """The others have left, get its questions, and no answer to theirs for longer than the timeout."""
+    program = cluster.shared / "computing.py"
+    program.write_text(COMPUTING)
+    cluster.hosts[host].block("udp")
+    chosen = [each for each in LAUNCHERS[launcher] if each != "--oversubscribe"]
+    done = run(cluster, (2, 1), [sys.executable, str(program), str(2 * host)], options=chosen)
+    assert done.returncode == 0, done.stderr
+    assert "does not answer" not in done.stderr
 
 
 def assert_reported(job: Job, ranks: int, call: str, said: str) -> None:

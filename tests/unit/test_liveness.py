@@ -16,12 +16,12 @@ from unittest.mock import patch
 import pytest
 
 from hpcdist.core.journal import Journal
-from hpcdist.core.waiting import wait_until
+from hpcdist.core.waiting import wait_readable, wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.watch.call_exchange import is_destroyed_unused
 from hpcdist.watch.channel import Channel
 from hpcdist.watch.endpoint import Endpoint, process_status
-from hpcdist.watch.exit import needs
+from hpcdist.watch.exit import has_unsent_bytes, needs
 from hpcdist.watch.liveness import NO_ANSWER, NOBODY_ANSWERS, PROCESS_STATES, Liveness
 from hpcdist.watch.report import judge_of
 
@@ -68,7 +68,7 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
     far = liveness.channel.endpoints[RANKS - 1]
     liveness._note_ended({"processes": [list(far.process)]})
     assert liveness.gone() == {RANKS - 1}
-    liveness.channel._note(*far.origin)
+    liveness.channel._note_answer(far)
     assert liveness.gone() == set()
     assert liveness.living() == list(range(RANKS))
     liveness._note_ended({"processes": [list(far.process)]})
@@ -81,12 +81,33 @@ def test_an_end_elsewhere_is_known_once_it_is_told_and_an_answer_takes_it_back(l
 def test_a_silent_rank_elsewhere_is_not_accused_before_anything_came_from_there(liveness: Liveness) -> None:
     channel = liveness.channel
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(*channel.endpoints[1].origin)  # a rank of this node says nothing about the others
+    channel._note_answer(channel.endpoints[1])  # a rank of this node says nothing about the others
     assert liveness.judge(RANKS - 1) == NOBODY_ANSWERS
-    channel._note(*channel.endpoints[EACH].origin)
+    channel._note_answer(channel.endpoints[EACH])
     assert liveness.judge(RANKS - 1).startswith(NO_ANSWER)
     assert f"(process {RANKS - 1} on " in liveness.judge(RANKS - 1)
     assert liveness.judge(RANKS - 1, "T").startswith(PROCESS_STATES["T"])
+
+
+@pytest.mark.parametrize("near", [1, 2])
+def test_a_question_from_elsewhere_is_no_answer(near: int) -> None:
+    """If datagrams pass in one direction only, this rank must not take the silence of the others for their end."""
+    far, own = Channel(near), Channel(near - 1)
+    ranks = {0: own.own._replace(pid=os.getppid()), own.rank: own.own, far.rank: far.own._replace(node_key="another")}
+    for each in (own, far):
+        each.learn(ranks, ranks.values())
+    liveness = Liveness(own)
+    far.send([own.rank], "here")
+    assert wait_readable([own.socket], 5)
+    own.answer()
+    assert not own.has_answer
+    far.register("here", lambda message: {})
+    liveness.look()  # also of a rank that keeps no connection to the other node
+    assert wait_readable([far.socket], 5)
+    far.answer()
+    assert wait_until(lambda: own.answer() or own.has_answer, 5)
+    for each in (liveness, own, far):
+        each.close()
 
 
 def test_what_ranks_of_a_node_see_of_it_is_believed_of_that_node_only(liveness: Liveness) -> None:
@@ -191,6 +212,25 @@ def test_a_rank_that_is_late_in_what_this_one_has_done_does_not_wait_for_it() ->
     assert not needs(making, 3)
     Journal("destroyed").collective("destroy_process_group")  # of the next default group: names come again
     assert needs(call, 3)
+
+
+def test_what_the_kernel_has_not_brought_to_the_other_side_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            assert wait_until(lambda: not has_unsent_bytes(), 5)
+            sender.setblocking(False)
+            sent = 0
+            while sent < 64 << 20:
+                try:
+                    sent += sender.send(bytes(1 << 16))
+                except BlockingIOError:
+                    break
+            assert has_unsent_bytes()
+            sender.shutdown(socket.SHUT_WR)
+            while receiver.recv(1 << 16):
+                pass
+            assert wait_until(lambda: not has_unsent_bytes(), 5)
 
 
 def test_a_group_with_a_collective_or_a_message_does_not_count_as_destroyed_without_one() -> None:

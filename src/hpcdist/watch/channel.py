@@ -115,7 +115,7 @@ class Channel:
         self.endpoints = Endpoints({})  # the endpoints of all ranks
         self.node_peers: dict[int, Endpoint] = {}  # all processes of this node: checked every second, so kept apart
         self.left_out: dict[int, Endpoint] = {}  # the ranks that the world was shrunk by; their numbers are negative
-        self.has_received = False  # whether a datagram has come from another node: UDP is not blocked
+        self.has_answer = False  # whether another node has answered: UDP is not blocked, in either direction
         self.note_life: Callable[[Process], object] = lambda process: None  # called for each authentic datagram
         self.note_failure: Callable[[Exception], object] = lambda error: None  # called with a handler's exception
         self.thread = 0  # the identifier of the thread that answers; 0 if the asking thread does
@@ -202,7 +202,8 @@ class Channel:
             return
         message = json.loads(data[TAG_BYTES + HEAD.size :])
         if message["from"] >= 0:  # a rank's
-            self._note(*message["via"])
+            machine, pid = message["via"]
+            self.note_life((machine, pid))
         reply = partial(self._reply, key, head, address)
         if "ranks" in message:
             self._relay(message, reply)
@@ -226,15 +227,15 @@ class Channel:
         if sender != self._sender or asked is None or not is_sealed(asked.key, ANSWER, data):
             return False
         for each in (asked, *question.take(rank, json.loads(data[TAG_BYTES + HEAD.size :]), time.monotonic())):
-            self._note(*each.origin)
+            self._note_answer(each)
         if question.is_answered:
             question.done()
         return True
 
-    def _note(self, machine: str, node_key: str, pid: int) -> None:
-        """Record that an authentic datagram has come from a process."""
-        self.has_received = self.has_received or (machine, node_key) != self.own.node
-        self.note_life((machine, pid))
+    def _note_answer(self, endpoint: Endpoint) -> None:
+        """Record that an authentic answer has come from a rank."""
+        self.has_answer = self.has_answer or not self.sees(endpoint)
+        self.note_life(endpoint.process)
 
     # -- questions -----------------------------------------------------------------------------------
 
@@ -278,7 +279,7 @@ class Channel:
 
     def _question(self, ranks: Iterable[int], kind: str, content: Message) -> Question:
         """Return a question of this rank's; ``via`` is the process that sends it, which may relay another one's."""
-        head = {"kind": kind, "from": self.rank, "via": self.own.origin}
+        head = {"kind": kind, "from": self.rank, "via": self.own.process}
         which = {"token": secrets.token_hex(8), "numbering": self.numbering}
         return Question(self._find(ranks), {**head, **which, **content})
 
@@ -300,7 +301,7 @@ class Channel:
         ranks, token = expand(message.pop("ranks")), message["token"]
         has_begun = token in self._questions
         if not has_begun:
-            self._questions[token] = Question(self._find(ranks), {**message, "via": self.own.origin})
+            self._questions[token] = Question(self._find(ranks), {**message, "via": self.own.process})
         relayed = self._questions[token]
         relayed.until = time.monotonic() + INTEREST_SECONDS
         relayed.done = partial(self._return, relayed, reply, ranks)

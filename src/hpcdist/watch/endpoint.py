@@ -42,11 +42,6 @@ class Endpoint(NamedTuple):
         """The identifier of the processes that see each other."""
         return self.machine, self.node_key
 
-    @property
-    def origin(self) -> tuple[str, str, int]:
-        """The sender in its datagrams."""
-        return *self.node, self.pid
-
 
 # one rank's own part: key, ports, process id, birth, number of the node
 RECORD = Struct("<32sHHIQI")

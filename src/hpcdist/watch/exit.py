@@ -12,10 +12,14 @@ process that is stopped or does not answer. A forked child is not a rank, and ex
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from enum import Enum
+from fcntl import ioctl
+from termios import TIOCOUTQ
 from typing import Any, NamedTuple
 
 from hpcdist.core import hooks, shutdown
@@ -35,7 +39,8 @@ FIRST_ASK, LONGEST_PAUSE = 0.2, 5.0  # seconds
 LACKING_PAUSE = 1.0  # the longest pause if a process has ended, or may be stuck: a busy node misses an answer or two
 LONGEST_NAP = 0.02
 ANSWER_SECONDS = 0.5
-# seconds until sent messages have arrived: MPI completes a send when the kernel has buffered it, up to 10 MB
+# seconds until sent messages have arrived, since the kernel held the last bytes of them: MPI completes a send when it
+# has buffered it, up to 10 MB
 ARRIVAL_SECONDS = 5.0
 ASKED_AT_ONCE = 64  # ranks asked at a time: otherwise N ranks that wait for a late one would ask N²
 COLLECTION_SECONDS = 1.0  # seconds to wait for another thread's collection
@@ -176,12 +181,15 @@ class Observer:
     def __init__(self, watchdog: Watchdog, backend: Backend) -> None:
         self.channel, self.liveness, self.me, self.backend = watchdog.channel, watchdog.liveness, watchdog.rank, backend
         self.asked = 0  # the number of ranks asked so far, in turn
-        self.began = time.monotonic()
+        self.sent = time.monotonic()  # the last time when messages of this rank were known to be under way
 
     def look(self, states: ExitStates) -> Look:
         """Ask the others, including ranks that the world was shrunk by, and return their state."""
         channel, liveness = self.channel, self.liveness
-        may_arrive, own = time.monotonic() - self.began < ARRIVAL_SECONDS, channel.own.process
+        now, own = time.monotonic(), channel.own.process
+        if has_unsent_bytes():
+            self.sent = now
+        may_arrive = now - self.sent < ARRIVAL_SECONDS
         asked = {rank: channel.endpoints[rank] for rank in self._asked(states)}
         asked |= {number: each for number, each in channel.left_out.items() if each.process not in liveness.left}
         answers = channel.ask(asked, "where", ANSWER_SECONDS, group="", left=own)
@@ -198,7 +206,7 @@ class Observer:
         liveness.left.update(asked[number].process for number, answer in answers.items() if answer["left"])
         silent = [each for number, each in asked.items() if number not in answers and number not in gone]
         # without an answer from other nodes nothing is known: UDP may be blocked between the nodes
-        silent = [each for each in silent if (channel.has_received or channel.sees(each)) and each not in stopped]
+        silent = [each for each in silent if (channel.has_answer or channel.sees(each)) and each not in stopped]
         stuck += [f"{each} does not answer" for each in silent]
         return Look(waits, stuck, bool(gone) or self.backend.faults.knows_death(), bool(self._others()))
 
@@ -312,6 +320,21 @@ def difference() -> str | None:
         except DistBackendError:  # a rank has died
             pass
     return found
+
+
+def has_unsent_bytes() -> bool:
+    """Tell whether the kernel holds bytes that this process has sent and a socket's other side has not acknowledged."""
+    count = bytearray(4)
+    descriptors: list[str] = []
+    with suppress(OSError):  # there is no /proc, or no descriptor left
+        descriptors = os.listdir("/proc/self/fd")
+    for each in descriptors:
+        with suppress(OSError):  # it was closed meanwhile, or listens
+            if os.readlink(f"/proc/self/fd/{each}").startswith("socket:"):
+                ioctl(int(each), TIOCOUTQ, count)
+                if any(count):
+                    return True
+    return False
 
 
 def is_stuck() -> bool:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from hpcdist.launch import addresses
@@ -168,7 +169,7 @@ class Liveness:
             state = self.state(endpoint)
             return PROCESS_STATES.get(state, NO_ANSWER) + (f" (process {endpoint.pid})" if state else "")
         state = "" if self.has_ended(endpoint) else state
-        if state not in PROCESS_STATES and not self.channel.has_received:
+        if state not in PROCESS_STATES and not self.channel.has_answer:
             return NOBODY_ANSWERS
         return f"{PROCESS_STATES.get(state, NO_ANSWER)} ({endpoint})"
 
@@ -237,8 +238,9 @@ class Liveness:
             if any(proofs):
                 self.ended.add(endpoint.process)
                 self._found.add(endpoint.process)
-        if watched and not channel.has_received:
-            channel.send(self._ring[1], "here")
+        if not channel.has_answer:  # a node with more ranks than the next one has some that watch none
+            elsewhere = (rank for rank in endpoints if rank not in channel.node_peers)
+            channel.send(self._ring[1] or islice(elsewhere, 1), "here")
 
     def _keep(self, endpoints: list[Endpoint]) -> None:
         """Close the connections to all processes except these."""
