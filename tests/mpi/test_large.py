@@ -81,11 +81,11 @@ def test_lists(rank, size):
     ids=["recv", "recv from anyone", "irecv", "exchange"],
 )
 def test_message_longer_than_its_tensor(receive, rank, size, request):
-    """MPI_Get_count has no count of so many bytes in MPI 3."""
+    """MPI_Get_count has no count of so many bytes in MPI 3; MPICH does not say how many it has cut."""
     if rank == 0 and size > 1:
         data = torch.ones(OVER, dtype=torch.uint8)
         dist.exchange({1: data}, {}) if "exchange" in request.node.name else dist.send(data, 1)
     elif rank == 1:
-        with pytest.raises(MismatchError, match="sent 2,147,483,653 bytes"):
+        with pytest.raises(MismatchError, match=r"rank 0 sent (more|2,147,483,653) bytes"):
             receive(torch.zeros(100_000, dtype=torch.uint8))
     dist.barrier()
