@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.mutants import PYTEST, Mutant, copy_project, run, try_all
 
 EMULATED = (*PYTEST, "-p", "tests.emulated_gpu.plugin", "--with-mpi")
+SHARING = "test_input_and_output_that_share_memory"
 STREAMS, BACKEND, COMMUNICATORS, CALLS = "streams.py", "backend.py", "communicators.py", "calls.py"
 
 # file of the backend, a part of it that occurs once, what stands there instead
@@ -39,6 +40,7 @@ LINES = [
     (STREAMS, "        exchange(ctypes.byref(mode))\n", "        pass\n"),
     (BACKEND, "            with link.streams.on_device():\n", "            if True:\n"),
     (BACKEND, "        self.record(call)\n", ""),
+    (BACKEND, "        self.record(made)\n", ""),
     (
         BACKEND,
         "                calls.add(*words)\n            self._run",
@@ -108,7 +110,7 @@ def judge(folder: Path) -> str | None:
     """Return what catches the mutant in a folder, or None."""
     for ranks, files in (
         (1, ("watch.py", "lifetimes.py", "streams.py", "torch_nccl.py", "two_gpus.py")),
-        (2, ("lifetimes.py", "groups_and_messages.py", "collectives.py::test_input_and_output_that_share_memory")),
+        (2, ("lifetimes.py", "groups_and_messages.py", "calls_differ.py", f"collectives.py::{SHARING}")),
     ):
         failure = run(folder, ranks, *EMULATED, *(f"tests/gpu/test_{each}" for each in files))
         if failure is not None:

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 import hpcdist as dist
+from hpcdist.backends.mpi.datatypes import BYTE
+from hpcdist.backends.mpi.point_to_point import PointToPoint
 from hpcdist.backends.mpi.receives import MatchedReceive
 from hpcdist.backends.mpi.retired import KEPT
 from hpcdist.core.errors import MismatchError
+from hpcdist.core.journal import Journal
 from hpcdist.core.waiting import wait_until
+from hpcdist.core.work import Unfinished
 from tests.ranks import sum_of_ranks
 
 from .expected import same, values
@@ -522,6 +526,45 @@ def test_message_longer_than_its_tensor(every, rank, form, room, count):
         after = torch.zeros(room + 1)
         dist.recv(after, 1, tag=4)
         assert (after == 7).all()
+
+
+class LongMessage:
+    """A communicator whose receives get a message of more bytes than a C int counts."""
+
+    def __init__(self):
+        self.comm = self.receives = self
+        self.posts_anyone, self.waiting, self.receiving, self.unfinished = True, [], {}, Unfinished()
+
+    def Irecv(self, *_):
+        return self
+
+    Isend = begin = Irecv
+
+    def Test(self, status):
+        status.Set_elements(BYTE, 2**31 + 5)
+        return True
+
+    Wait = Test
+
+    def too_long(self, call, status, nbytes):
+        return MismatchError(f"{status.Get_elements(BYTE)} bytes for {nbytes}")
+
+    def drive(self):
+        return False
+
+
+@pytest.mark.parametrize(
+    "receive",
+    [
+        lambda messages, tensor: messages.recv(tensor, 0, 0),
+        lambda messages, tensor: messages.irecv(tensor, 0, 0, None).wait(),
+        lambda messages, tensor: messages.between([], [(tensor, 0)], 0)(Journal("group")),
+    ],
+    ids=["recv", "irecv", "exchange"],
+)
+def test_a_message_of_more_bytes_than_a_c_int_counts_is_too_long(receive):
+    with pytest.raises(MismatchError, match="2147483653 bytes for 8"):
+        receive(PointToPoint(LongMessage()), torch.ones(2))
 
 
 _PAIR = []

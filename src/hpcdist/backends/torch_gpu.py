@@ -147,13 +147,13 @@ class TorchBackend(C10dBackend, Faults):
 
     def start(self, call: Call) -> Work:
         """Queue one collective behind the work on the current stream."""
-        self.record(call)
-        is_barrier = call.row is BARRIER
+        made, is_barrier = call, call.row is BARRIER
         if is_barrier:
             token = torch.zeros(1, device=self.device)
             call = Call(ALL_REDUCE, token, token, reduction.SUM, finish=call.finish, result=call.shown())
         call = apart(call)
         streams = self._side(self._device_of(call))
+        self.record(made)
         work = StreamWork(PendingCall(streams, streams.current(), (call,), call.nbytes), call.shown(), None, is_barrier)
 
         def queue(_: int) -> None:

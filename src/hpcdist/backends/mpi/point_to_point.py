@@ -68,7 +68,7 @@ class PointToPoint:
             communicator.receiving.pop(get_ident(), None)
         if token.reason:
             token.check(status)
-        if status.Get_count(BYTE) > nbytes:
+        if status.Get_elements(BYTE) > nbytes:
             raise communicator.too_long("recv", status, nbytes)
         return status.Get_source()
 
@@ -177,7 +177,7 @@ class MessageSet:
                     raise
                 failure = communicator.failed_receive("exchange", error, status, nbytes)
             else:
-                if status.Get_count(BYTE) > nbytes:
+                if status.Get_elements(BYTE) > nbytes:
                     failure = communicator.too_long("exchange", status, nbytes)
         for index in range(len(self._receives), len(requests)):
             if not requests[index].Test():
@@ -307,7 +307,7 @@ class RequestWork(Work):
                 return
             if self._reason is not None and self._status.Is_cancelled():
                 error = DistBackendError(self._reason)
-            elif self._room is not None and self._status.Get_count(BYTE) > self._room:
+            elif self._room is not None and self._status.Get_elements(BYTE) > self._room:
                 error = communicator.too_long("irecv", self._status, self._room)
             if error is None and self._when_done is not None:
                 self._when_done()
