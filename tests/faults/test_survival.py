@@ -158,6 +158,7 @@ def test_a_rank_that_ulfm_does_not_count_as_dead_ends_the_wait(
         if fault == "stop":
             there = "has not entered all_reduce #3 of group '0'; its process is stopped"
         assert f"rank 1 {there}" in job.stderr()
+        assert ("Timed out waiting" in job.stderr()) == (fault == "stop")
         assert len(raised) == 2 or "a call that was interrupted has not ended" in job.stderr()
 
 

@@ -213,7 +213,7 @@ def report(job: Job) -> tuple[list[str], float, list[int], list[int]]:
     call = job.ranks[0].channel._handlers["where"]({})["calls"][0]  # type: ignore[index]
     liveness = Liveness(asker)
     lines = compose(call, 0, range(size), answers, judge_of(liveness, answers))
-    made = Report(Collective("g", NUMBER, "all_reduce"), 0, "all_reduce #7", lines, True)
+    made = Report(Collective("g", NUMBER, "all_reduce"), 0, "all_reduce #7", lines, True, True)
     asker.ask(made.receivers(answers), "report", 0.5, report=made)
     return lines, job.network.now - began, sorted(answers), told
 

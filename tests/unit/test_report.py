@@ -26,7 +26,7 @@ BARRIER = {
 
 
 def test_the_headline_has_gloos_words_and_ours():
-    said = report.headline(BARRIER, 1.5)
+    said = report.headline(BARRIER, 1.5, True)
     assert re.match(r"Timed out waiting 1500ms: barrier #7 on group '0' has not ended after 1\.5 s", said)
     assert re.search(" (Timed out|closed|timeout) ", said)  # as torch's own tests search
     assert said.endswith("called at train.py:12 (main)")

@@ -186,7 +186,7 @@ class Simulated:
                         dead.add(rank)
                         continue
                     for other in self.waiting:
-                        self.reports[other].add(Report(self.collective, rank, "", [], True))
+                        self.reports[other].add(Report(self.collective, rank, "", [], True, True))
                 self.ended[rank] = self.now
             self.now += 0.02
 

@@ -67,7 +67,7 @@ def test_what_was_printed_is_written_before_the_process_ends(
 def test_what_was_found_out_before_is_not_told_of_the_next_default_group(watchdog: Watchdog) -> None:
     """Its groups and calls have the same names and numbers."""
     collective = Collective("0", 1, "all_reduce")
-    found = Report(collective, 1, "all_reduce #1", ["rank 2 has not entered"], False)
+    found = Report(collective, 1, "all_reduce #1", ["rank 2 has not entered"], True, False)
     watchdog.channel.learn([0, 1, RANK], [tuple(watchdog.channel.own)] * 3)
     watchdog._where({**WHERE_ARE_YOU, "about": collective})
     watchdog._take_report({"report": found})

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Timer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcdist.core.printing import write_to_stderr
 from hpcdist.core.ranks import format_ranks
@@ -32,33 +32,33 @@ class Arrival(NamedTuple):
 
 
 @contextmanager
-def announce(rank: int, size: int) -> Iterator[None]:
-    """Announce that this rank has come, and report which have not if that takes long."""
-    timer = Timer(SECONDS, report, (rank, size))
-    timer.daemon = True
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        with suppress(OSError):
-            made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}-{rank}-{size}")
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-@contextmanager
-def report_wait(launch: environment.Launch | None) -> Iterator[None]:
-    """Report on rank 0 that it waits for the other processes, if they do not meet in a while; without MPI."""
-    text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
-    if launch is not None and not launch.starts_mpi and environment.TORCHRUNS_OWN not in os.environ:
-        text += f". RANK and WORLD_SIZE say {launch.place}, and {environment.NOT_STARTED}"
-    timer = Timer(SECONDS, write_to_stderr, (f"{text}\n",))
+def if_it_takes_long(report: Callable[..., object], *arguments: Any) -> Iterator[None]:
+    """Call a function, on another thread, if the block has not ended after ``SECONDS``."""
+    timer = Timer(SECONDS, report, arguments)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def announce(rank: int, size: int) -> Iterator[None]:
+    """Announce that this rank has come, and report which have not if that takes long."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        with suppress(OSError):
+            made.bind(f"\0{PREFIX}{os.getuid()}-{os.getpid()}-{rank}-{size}")
+        with if_it_takes_long(report, rank, size):
+            yield
+
+
+def report_wait(launch: environment.Launch | None) -> AbstractContextManager[None]:
+    """Report on rank 0 that it waits for the other processes, if they do not meet in a while; without MPI."""
+    text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
+    if launch is not None and not launch.starts_mpi and environment.TORCHRUNS_OWN not in os.environ:
+        text += f". RANK and WORLD_SIZE say {launch.place}, and {environment.NOT_STARTED}"
+    return if_it_takes_long(write_to_stderr, f"{text}\n")
 
 
 def arrivals() -> list[Arrival]:

@@ -165,7 +165,7 @@ def compose_message(
     return shorten(said)
 
 
-def headline(mine: dict[str, Any], timeout: float, is_overdue: bool = True) -> str:
+def headline(mine: dict[str, Any], timeout: float, is_overdue: bool) -> str:
     """Return the sentence about the call; for an overdue one it begins as torch's, because programs search for that."""
     tensor = "" if mine["shape"] is None else f" of {mine['dtype']} {mine['shape']}"
     where = f"{'queued; the main thread is at ' if mine['background'] else 'called at '}{mine['where']}"
@@ -199,6 +199,7 @@ class Report(NamedTuple):
     reporter: int  # the rank that has written the report to stderr
     title: str  # of the call
     lines: list[str]
+    is_overdue: bool  # whether the reporter has waited for its whole timeout, and not for a rank that has ended
     ends_all: bool  # whether the asker ends the call for all ranks
 
     def receivers(self, answers: Answers) -> list[int]:

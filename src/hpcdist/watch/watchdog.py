@@ -337,7 +337,7 @@ class Watchdog:
                     return "; ".join(found.lines)
         answers, lines = self._find_out(mine, group, asked, ANSWER_SECONDS / 2, about=collective)
         if collective is not None:
-            self._send_report(Report(collective, self.rank, report.title(mine), lines, False), answers)
+            self._send_report(Report(collective, self.rank, report.title(mine), lines, True, False), answers)
         return "; ".join(lines)
 
     # -- past the deadline ---------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Watchdog:
                 self._report(each, now - each.first_seen, collective)
             except Exception as error:  # the call must still be ended
                 self._note_failure(error)
-                headline = report.headline(each.described(), each.timeout)
+                headline = report.headline(each.described(), each.timeout, now - each.first_seen >= each.timeout)
                 self.end_call(each, f"{headline}; where the others are could not be found out")
 
     def _report(self, each: UnderWay, seconds: float, collective: Collective | None) -> None:
@@ -380,7 +380,8 @@ class Watchdog:
         if asker is not None and asker < self.rank:
             each.make_due(time.monotonic())
             return
-        headline = report.headline(mine, each.timeout)
+        is_overdue = seconds >= each.timeout  # else a rank has ended
+        headline = report.headline(mine, each.timeout, is_overdue)
         path = self.dump()
         reporter = None if collective is None else self.reports.reporter(collective.group, self.rank, answers)
         if reporter is None:
@@ -394,7 +395,7 @@ class Watchdog:
             # whether ending the call here ends it on all ranks: by ULFM, or with the job
             ends_all = not each.backend.ends_waits and (not each.in_background or each.backend.faults.interrupts_all())
             source = self.rank if reporter is None else reporter
-            self._send_report(Report(collective, source, report.title(mine), lines, ends_all), answers)
+            self._send_report(Report(collective, source, report.title(mine), lines, is_overdue, ends_all), answers)
         self._end(each, f"{headline}: {'; '.join(lines)}", reporter is not None)
 
     def _find_out(
@@ -427,7 +428,7 @@ class Watchdog:
     def _end_as_reported(self, each: UnderWay, found: Report) -> None:
         """End a wait by another rank's report."""
         mine, is_same = each.described(), Collective.of(each) == found.collective
-        headline = report.headline(mine, each.timeout, is_same)
+        headline = report.headline(mine, each.timeout, is_same and found.is_overdue)
         self.say(f"{headline}; see the report of rank {found.reporter}")
         lines = "; ".join(found.lines)
         if not is_same:
