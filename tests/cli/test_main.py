@@ -201,7 +201,7 @@ hpcdist.all_reduce
 assert gc.isenabled() and 2 not in searches, searches
 print(*sorted({name.split(".")[0] for name in sys.modules.keys() - before}))
 """
-NEEDED = {"hpcdist", "hpcdist_stores", "torch", "hostlist", "hmac", "ipaddress", "secrets"}
+NEEDED = {"hpcdist", "hpcdist_stores", "torch", "hostlist", "hmac", "ipaddress", "secrets", "termios"}
 
 
 def test_hpcdist_adds_few_modules_to_torch():

@@ -28,7 +28,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6"}
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 FLUX = {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
-PMIX = "a launcher that speaks PMIx"
+PMIX, OTHER = "a launcher that speaks PMIx", "what set RANK and WORLD_SIZE"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ PMIX = "a launcher that speaks PMIx"
         ({}, None),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun (Open MPI)", 1, 2, True)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (HYDRA, 1, 2, True)),
-        (TORCHRUN, ("torchrun", 3, 4, False)),
+        (TORCHRUN, (OTHER, 3, 4, False)),
         ({"RANK": "3", "WORLD_SIZE": "4"}, None),  # not c10d's contract without an address
         (STEP, ("srun", 0, 2, True)),
         ({**STEP, "SLURM_STEP_ID": ""}, ("srun", 0, 2, True)),
@@ -61,7 +61,7 @@ PMIX = "a launcher that speaks PMIx"
         # mpirun --map-by ppr:1:node torchrun
         ({**MPIRUN, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 3, 4, False)),
         # one task that starts processes of its own
-        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN}, ("torchrun", 3, 4, False)),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1", **TORCHRUN}, (OTHER, 3, 4, False)),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
@@ -129,7 +129,7 @@ def test_exported_variables_beside_a_launchers(name, environ):
     assert (launch.name, launch.rank, launch.size, launch.starts_mpi, launch.conflict) == (name, 1, 2, True, "")
     assert "agree with RANK and WORLD_SIZE" in launch.reason
     forced = environment.detect({**agreeing, "HPCDIST_RANKS_FROM": "env"})
-    assert (forced.name, forced.starts_mpi, forced.reason) == ("torchrun", False, "HPCDIST_RANKS_FROM=env")
+    assert (forced.name, forced.starts_mpi, forced.reason) == (OTHER, False, "HPCDIST_RANKS_FROM=env")
 
     differing = {**agreeing, "WORLD_SIZE": "4"}
     launch = environment.detect(differing)
@@ -181,7 +181,8 @@ def test_mpi_needs_its_launcher(variables, size, works, environ):
     ("variables", "world_size", "text"),
     [
         (MPIRUN, -1, r"mpirun \(Open MPI\) started 6 \(this is rank 5\)"),
-        (TORCHRUN, -1, "torchrun started 4"),
+        (TORCHRUN, -1, f"{OTHER} started 4"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, -1, "torchrun started 4"),
         ({}, 4, "world_size is 4"),
         (MPIRUN, 1, None),
         ({}, -1, None),
@@ -393,5 +394,5 @@ def test_rank_0_reports_that_it_waits_for_processes_that_nobody_started(is_torch
         door = partial(next, registration.by_launcher("env://", is_ours=True, timeout=limit))
     with pytest.raises(RuntimeError):  # torch's or ours
         door()
-    expected = "waited for 0 s: not all other processes have come to it. RANK and WORLD_SIZE say rank 0 of 2, and no"
+    expected = "waited for 0 s: not all other processes have come to it. RANK and WORLD_SIZE say rank 0 of 2: if a"
     assert capfd.readouterr().err.count(expected) == 1

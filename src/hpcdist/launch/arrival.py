@@ -56,8 +56,8 @@ def announce(rank: int, size: int) -> Iterator[None]:
 def report_wait(launch: environment.Launch | None) -> AbstractContextManager[None]:
     """Report on rank 0 that it waits for the other processes, if they do not meet in a while; without MPI."""
     text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
-    if launch is not None and not launch.starts_mpi and environment.TORCHRUNS_OWN not in os.environ:
-        text += f". RANK and WORLD_SIZE say {launch.place}, and {environment.NOT_STARTED}"
+    if launch is not None and launch.name == environment.EXPORTED.name:
+        text += f". RANK and WORLD_SIZE say {launch.place}: if a job script set them, {environment.START}"
     return if_it_takes_long(write_to_stderr, f"{text}\n")
 
 

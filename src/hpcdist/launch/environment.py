@@ -57,6 +57,7 @@ LAUNCHERS = (
     Launcher("a launcher that speaks PMIx", "PMIX_RANK", "", "", counts=False),  # PRRTE's prun, Fujitsu's mpiexec
 )
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "", False)
+EXPORTED = TORCHRUN._replace(name="what set RANK and WORLD_SIZE")  # another launcher, or a job script
 
 RANKS_FROM = "HPCDIST_RANKS_FROM"  # "mpi" or "env": which of the two is used if both are set
 
@@ -150,7 +151,8 @@ def detect(environment: Mapping[str, str] = os.environ, size: int = UNKNOWN) -> 
     own = by_mpi_launcher(environment)
     if own is not None and own.size == UNKNOWN:
         own = own._replace(size=size)
-    numbers = launch_by(TORCHRUN, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+    launcher = TORCHRUN if TORCHRUNS_OWN in environment else EXPORTED
+    numbers = launch_by(launcher, environment, "RANK, WORLD_SIZE and MASTER_ADDR are set")
     exported = numbers if "MASTER_ADDR" in environment else None
     if choice not in ("", "mpi", "env"):
         conflict = (
@@ -182,7 +184,8 @@ def detect(environment: Mapping[str, str] = os.environ, size: int = UNKNOWN) -> 
     )
 
 
-NOT_STARTED = "no launcher started this process: start the ranks with srun, mpiexec or torchrun"
+START = "start the ranks with srun, mpiexec or torchrun"
+NOT_STARTED = f"no launcher started this process: {START}"
 
 
 def names_others() -> bool:
