@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple
 
+from hpcdist.core.errors import add_hint
 from hpcdist.core.printing import write_to_stderr
 from hpcdist.core.ranks import format_ranks
 from hpcdist.launch import environment
@@ -58,7 +59,7 @@ def report_wait(launch: environment.Launch | None) -> AbstractContextManager[Non
     text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
     if launch is not None and launch.name == environment.EXPORTED.name:
         text += f". RANK and WORLD_SIZE say {launch.place}: if a job script set them, {environment.START}"
-    return if_it_takes_long(write_to_stderr, f"{text}\n")
+    return if_it_takes_long(write_to_stderr, add_hint(text, "not-all-have-come") + "\n")
 
 
 def arrivals() -> list[Arrival]:
@@ -136,8 +137,9 @@ def report(rank: int, size: int) -> None:
     if missing:
         processes = f"{'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing.values()))}"
         which = f"{format_ranks(list(missing))} of this node ({processes})"
-    write_to_stderr(
+    text = (
         f"[rank {rank} of {size}] init_process_group has waited in MPI for {SECONDS:.0f} s: {which} "
         f"{'have' if len(missing) > 1 else 'has'} not come to it. Every rank calls it, in the same place among the "
-        "program's own calls of MPI\n"
+        "program's own calls of MPI"
     )
+    write_to_stderr(add_hint(text, "not-all-have-come") + "\n")

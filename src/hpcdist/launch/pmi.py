@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcdist.core.errors import run_hook
+from hpcdist.core.errors import add_hint, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
 from hpcdist.core.world import WORLD
 from hpcdist.launch import arrival, environment
@@ -71,7 +71,8 @@ def end_waiting_ranks() -> None:
     if WORLD.default is not None or (MPI is not None and MPI.Is_initialized()):
         return
     if launch is not None and launch.name in LENIENT and launch.size != 1 and arrival.is_rank():
-        write_to_stderr(f"[{launch.place}] exits before MPI has started, and the job is aborted\n")
+        text = f"[{launch.place}] exits before MPI has started, and the job is aborted"
+        write_to_stderr(add_hint(text, "not-all-have-come") + "\n")
         time.sleep(FORWARD_SECONDS)
         abort_by_launcher()
 
