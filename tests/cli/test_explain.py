@@ -7,7 +7,7 @@ import pytest
 
 import hpcdist
 from hpcdist.cli import explain, main
-from hpcdist.core.errors import add_hint
+from hpcdist.core.printing import add_hint
 from tests.forked import mpirun
 from tests.programs import MPIRUN
 

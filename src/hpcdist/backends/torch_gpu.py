@@ -34,8 +34,9 @@ from hpcdist.core.backend_parts import Faults
 from hpcdist.core.buffers import as_bytes, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.call_log import CallLog
-from hpcdist.core.errors import DistBackendError, add_hint, end_all
+from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.objects import TensorObjects
+from hpcdist.core.printing import add_hint
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, BARRIER, EXCHANGES, REDUCE, REDUCE_SCATTER_SINGLE
 from hpcdist.core.work import Work
 from hpcdist.launch import environment, rendezvous

@@ -12,8 +12,8 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group, label
+from hpcdist.core.printing import add_hint
 from hpcdist.core.ranks import format_ranks, ranks_by_value
 from hpcdist.core.reduction import name_of
 from hpcdist.core.table import EXCHANGES, scale

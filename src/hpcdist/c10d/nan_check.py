@@ -8,8 +8,8 @@ import torch
 
 from hpcdist.core.backend import Backend
 from hpcdist.core.call import Call
-from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group, label
+from hpcdist.core.printing import add_hint
 from hpcdist.core.table import ALL_REDUCE, BROADCAST
 from hpcdist.watch import calls_under_way
 

@@ -12,7 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.errors import DistBackendError, MismatchError
+from hpcdist.core.printing import add_hint
 from hpcdist.core.ranks import format_ranks, ranks_by_value
 
 T = TypeVar("T")

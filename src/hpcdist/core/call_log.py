@@ -22,7 +22,8 @@ from zlib import crc32
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
 from hpcdist.core.call_words import LEAVE, is_one, kind_word, read, words_of
-from hpcdist.core.errors import CallsDifferError, add_hint
+from hpcdist.core.errors import CallsDifferError
+from hpcdist.core.printing import add_hint
 
 BLOCK = 32  # calls: half of the ring
 KEPT = 256  # blocks

@@ -34,11 +34,6 @@ class CallsDifferError(MismatchError, DistError):
     """Ranks of a group made different calls, or the same one with other sizes, dtypes, ops or roots."""
 
 
-def add_hint(text: str, name: str) -> str:
-    """Return a message with the command that prints its entry on the page of errors; a test finds each entry."""
-    return f"{text} [python -m hpcdist explain {name}]"
-
-
 def end_all(steps: Iterable[Callable[[], Any]]) -> None:
     """Run all steps of an end, also after one that failed, then raise the first error; Ctrl-C raises at once."""
     first: Exception | None = None

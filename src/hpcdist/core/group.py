@@ -22,6 +22,7 @@ from hpcdist.core.backend_parts import Faults
 from hpcdist.core.call import Call
 from hpcdist.core.call_cache import CallCache
 from hpcdist.core.journal import MESSAGES, RING, Journal
+from hpcdist.core.printing import add_hint
 from hpcdist.core.waiting import nap
 from hpcdist.core.work import HeldWork, Work, check_timeout
 
@@ -71,7 +72,7 @@ class ParentsBackend:
             f"this process was forked by rank {self.rank} of {self.size}, to which the communicators belong: "
             f"a forked child makes no calls on its parent's groups"
         )
-        return errors.DistBackendError(errors.add_hint(text, "forked-child"))
+        return errors.DistBackendError(add_hint(text, "forked-child"))
 
     def give_up(self) -> None:
         """Let the waits for calls that the parent has under way, and their futures, raise in this process."""

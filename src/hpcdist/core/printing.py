@@ -1,4 +1,4 @@
-"""Printed text: sizes, times, tables, foreign text without control characters, and lines for stderr."""
+"""Printed text: sizes, times, tables, hints, foreign text without control characters, and lines for stderr."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 FORWARD_SECONDS = 0.2  # seconds that written text takes to reach the launcher on a busy machine
+
+
+def add_hint(text: str, name: str) -> str:
+    """Return a message with the command that prints its entry on the page of errors; a test finds each entry."""
+    return f"{text} [python -m hpcdist explain {name}]"
 
 
 def format_size(nbytes: float) -> str:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed
 
 from hpcdist.core import hooks
-from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.hooks import Event
-from hpcdist.core.printing import format_value
+from hpcdist.core.printing import add_hint, format_value
 from hpcdist_stores.keep_alive import KeptAlive
 
 NO_TIMEOUT = timedelta(0)  # c10d's value of Work.wait() without a limit

@@ -15,8 +15,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple
 
-from hpcdist.core.errors import add_hint
-from hpcdist.core.printing import write_to_stderr
+from hpcdist.core.printing import add_hint, write_to_stderr
 from hpcdist.core.ranks import format_ranks
 from hpcdist.launch import environment
 

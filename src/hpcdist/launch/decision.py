@@ -12,7 +12,8 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.core import registry
 from hpcdist.core.backend import Bootstrap
-from hpcdist.core.errors import DistBackendError, add_hint
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.printing import add_hint
 from hpcdist.launch import environment
 
 SIZE: list[int] = []  # MPI's, after the first question

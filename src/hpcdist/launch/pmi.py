@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcdist.core.errors import add_hint, run_hook
-from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
+from hpcdist.core.errors import run_hook
+from hpcdist.core.printing import FORWARD_SECONDS, add_hint, write_to_stderr
 from hpcdist.core.world import WORLD
 from hpcdist.launch import arrival, environment
 

@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import Store
 
 import hpcdist_stores as stores
 from hpcdist.core.agreement import attempt
-from hpcdist.core.errors import DistNetworkError, DistStoreError, add_hint
+from hpcdist.core.errors import DistNetworkError, DistStoreError
+from hpcdist.core.printing import add_hint
 from hpcdist.core.work import LONGEST_TIMEOUT
 from hpcdist.launch import addresses, arrival, environment, slurm_secret, slurm_step
 from hpcdist_stores.errors import LostServerError, wait_timeout

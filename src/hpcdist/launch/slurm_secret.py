@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcdist.core.errors import DistBackendError, add_hint
+from hpcdist.core.errors import DistBackendError
+from hpcdist.core.printing import add_hint
 
 VARIABLE = "HPCDIST_STORE_SECRET"  # the user's own secret, for hosts without a shared home and without MUNGE
 FILE = Path(".hpcdist", "store-key")  # in the home

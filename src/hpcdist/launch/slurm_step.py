@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hpcdist.core.errors import add_hint
+from hpcdist.core.printing import add_hint
 
 
 class Step(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcdist.core.errors import add_hint
+from hpcdist.core.printing import add_hint
 from hpcdist.launch import environment
 
 SYS = Path("/sys")

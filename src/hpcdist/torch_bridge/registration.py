@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from hpcdist.core.errors import add_hint
+from hpcdist.core.printing import add_hint
 from hpcdist.core.process_group import ProcessGroup
 from hpcdist.launch import arrival, decision, environment
 from hpcdist.launch.rendezvous import query

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 from hpcdist.core import hooks, shutdown
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import CallsDifferError, DistBackendError, add_hint, run_hook
+from hpcdist.core.errors import CallsDifferError, DistBackendError, run_hook
 from hpcdist.core.group import BEGUN_SECONDS
 from hpcdist.core.journal import Blocked, CallRecord, made_on
+from hpcdist.core.printing import add_hint
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.world import WORLD
 from hpcdist.launch.pmi import leave_hydra

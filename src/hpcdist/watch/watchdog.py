@@ -30,9 +30,8 @@ from typing import Any
 
 from hpcdist.core import hooks
 from hpcdist.core.backend import Backend
-from hpcdist.core.errors import add_hint
 from hpcdist.core.group import Group
-from hpcdist.core.printing import printable, write_to_stderr
+from hpcdist.core.printing import add_hint, printable, write_to_stderr
 from hpcdist.core.waiting import wait_readable
 from hpcdist.core.world import WORLD
 from hpcdist.launch.pmi import ABORT_STATUS

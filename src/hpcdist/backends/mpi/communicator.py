@@ -21,8 +21,9 @@ from hpcdist.backends.mpi.process import ulfm
 from hpcdist.backends.mpi.receives import PROBES, Receives
 from hpcdist.core.agreement import subgroups_differ
 from hpcdist.core.backend_parts import Faults
-from hpcdist.core.errors import DistBackendError, MismatchError, add_hint
+from hpcdist.core.errors import DistBackendError, MismatchError
 from hpcdist.core.point_to_point import FIRST_KEPT
+from hpcdist.core.printing import add_hint
 from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import Unfinished

@@ -29,8 +29,8 @@ from torch.distributed import default_pg_timeout
 
 from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
 from hpcdist.core import memory_file, shutdown
-from hpcdist.core.errors import DistBackendError, add_hint, run_hook
-from hpcdist.core.printing import FORWARD_SECONDS, write_to_stderr
+from hpcdist.core.errors import DistBackendError, run_hook
+from hpcdist.core.printing import FORWARD_SECONDS, add_hint, write_to_stderr
 from hpcdist.core.ranks import format_ranks
 from hpcdist.core.waiting import wait_until
 from hpcdist.core.work import LONGEST_TIMEOUT
