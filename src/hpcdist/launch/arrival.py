@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple
@@ -53,8 +53,10 @@ def announce(rank: int, size: int) -> Iterator[None]:
             yield
 
 
-def report_wait(launch: environment.Launch | None) -> AbstractContextManager[None]:
-    """Report on rank 0 that it waits for the other processes, if they do not meet in a while; without MPI."""
+def report_wait(launch: environment.Launch | None, is_first: bool) -> AbstractContextManager[None]:
+    """Report, on rank 0 only, that it waits for the other processes, if they do not meet in a while; without MPI."""
+    if not is_first:
+        return nullcontext()
     text = f"[rank 0] init_process_group has waited for {SECONDS:.0f} s: not all other processes have come to it"
     if launch is not None and launch.name == environment.EXPORTED.name:
         text += f". RANK and WORLD_SIZE say {launch.place}: if a job script set them, {environment.START}"

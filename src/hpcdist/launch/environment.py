@@ -41,6 +41,7 @@ class Launcher(NamedTuple):
 
 UNKNOWN = 0  # the size if no variable says it
 
+HYDRA = "mpiexec (hydra: MPICH, Intel MPI)"
 HYDRAS_OWN = "MPI_LOCALRANKID"
 TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
 
@@ -49,7 +50,7 @@ TORCHRUNS_OWN = "TORCHELASTIC_RUN_ID"
 LAUNCHERS = (
     Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     Launcher("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    Launcher("mpiexec (hydra: MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", HYDRAS_OWN),
+    Launcher(HYDRA, "PMI_RANK", "PMI_SIZE", HYDRAS_OWN),
     Launcher("mpiexec (PALS)", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", counts=False),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", WRONG_FLUX_PMI),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),

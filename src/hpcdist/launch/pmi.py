@@ -25,7 +25,7 @@ from hpcdist.launch import arrival, environment
 ABORT_STATUS = 1
 ANSWER_SECONDS = 1.0  # seconds that the server may take to answer
 PMIX_PROCESS_BYTES = 512  # more than a pmix_proc_t has: a name of 256 and a rank
-LENIENT = ("srun", "mpiexec (hydra: MPICH, Intel MPI)")  # launchers that do not end the job by themselves
+LENIENT = ("srun", environment.HYDRA)  # launchers that do not end the job by themselves
 
 
 def send_to_pmi(command: str) -> str:

@@ -12,7 +12,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from urllib.parse import ParseResult, parse_qsl, urlparse
@@ -106,7 +105,7 @@ def find(
     while True:
         left = max(timedelta(seconds=deadline - time.monotonic()), timedelta(seconds=1))
         try:
-            with arrival.report_wait(launch) if is_first else nullcontext():
+            with arrival.report_wait(launch, is_first):
                 found, own, size = next(iter(rendezvous(init_method, rank, world_size, timeout=min(left, timeout))))
                 return meet(found, own, size, min(left, timeout)), own, size
         except LostServerError:

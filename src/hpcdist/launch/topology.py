@@ -32,7 +32,7 @@ LOCAL_SIZES = (
 BINDINGS = {
     "srun": "srun --cpus-per-task={cpus} --cpu-bind=cores --distribution=block:cyclic …",
     "mpirun (Open MPI)": "mpirun --map-by ppr:{ranks}:{part}:PE={cores} --bind-to core …",
-    "mpiexec (hydra: MPICH, Intel MPI)": "mpirun -bind-to core:{cores} -map-by {part} …",
+    environment.HYDRA: "mpirun -bind-to core:{cores} -map-by {part} …",
     "mpiexec (PALS)": "mpiexec --depth={cpus} --cpu-bind=depth …",
     "torchrun": "torchrun --numa-binding=node …",
 }

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from urllib.parse import urlparse
@@ -81,7 +80,7 @@ def by_launcher(url: str, *args: Any, is_ours: bool = False, **kwargs: Any) -> I
     if launch is None or not launch.starts_mpi or (is_torchs and not is_ours):
         is_first = is_ours and launch is not None and launch.rank == 0
         try:
-            with arrival.report_wait(launch) if is_first else nullcontext():
+            with arrival.report_wait(launch, is_first):
                 iterator = STOCK["env"](url, *args, **kwargs)
                 found = next(iterator)
         except ValueError as error:
