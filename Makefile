@@ -73,6 +73,8 @@ on-python = python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/py
   else set -- PYTHON=$$python $(2); fi; $(MAKE) --no-print-directory $(3) "$$@"
 on-mpich = $(call on-python,$(NEWEST),VENV=.venv-mpich-$(NEWEST),MPI=mpich $(1))
 
+# torch warns when a process ends with messages in flight, which a test of torch's own leaves: after pytest's verdict
+test-mpi: export TORCH_CPP_LOG_LEVEL = ERROR
 test-mpi: $(TOOLS)
 	$(MPIRUN) -n $(RANKS) $(BIN)/python $(PYTEST) --with-mpi tests/mpi tests/parity tests/torch
 
