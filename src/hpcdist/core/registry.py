@@ -16,7 +16,6 @@ import torch
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
 
-
 TORCHS = "hpcdist.backends.torch_gpu:TorchBackend"
 # the module and the class of each
 ENTRIES = {
