@@ -36,13 +36,12 @@ KINDS = {  # name -> (is the server ours, is the client ours)
 class Row(NamedTuple):
     """How a row is measured, its unit, and its targets."""
 
-    take: Callable[[Setting], float | None]  # None if this combination has no figure
+    take: Callable[[Setting], float]
     unit: str
     most: float | None = None  # ours / torch's
     least: float | None = None  # ours / torch's
     most_alone: float | None = None  # ours
     least_alone: float | None = None  # ours
-    middle: Callable[[list[float]], float] = statistics.median  # of the rounds
 
 
 ON_TORCH_MOST = 1.3  # our client's time of a call over torch's, both on torch's server
@@ -67,8 +66,6 @@ ROWS = {
     "128 clients up": Row(partial(rows.bring_up, count=128), "ms", most=2.0),
     "512 clients up": Row(partial(rows.bring_up, count=512), "ms", most=2.0),
     "1024 clients up": Row(partial(rows.bring_up, count=1024), "ms", most=2.0),
-    "memory a client": Row(partial(rows.memory, count=1024), "KiB", most_alone=8.0, middle=max),
-    "memory under lengths": Row(rows.attack, "MiB", most_alone=32.0, middle=max),
     "get p99, busy owner": Row(rows.slow_get, "ms", most_alone=2.0),
     "rate kept, busy owner": Row(rows.kept_rate, "part", least_alone=0.5),
 }
@@ -90,22 +87,20 @@ def measure(rounds: int, only: str | None) -> dict[str, dict[str, float]]:
             for _ in range(rounds):
                 for name, row in wanted.items():
                     for kind, (server_is_ours, client_is_ours) in KINDS.items():
-                        found = row.take(Setting(servers[server_is_ours], client_is_ours, context, pool))
-                        if found is not None:
-                            figures[name][kind].append(found)
+                        setting = Setting(servers[server_is_ours], client_is_ours, context, pool)
+                        figures[name][kind].append(row.take(setting))
     finally:
         for server in servers.values():
             server.stop()
     return {
-        name: {kind: float(ROWS[name].middle(values)) for kind, values in kinds.items() if values}
-        for name, kinds in figures.items()
+        name: {kind: statistics.median(values) for kind, values in kinds.items()} for name, kinds in figures.items()
     }
 
 
 def verdict(name: str, found: dict[str, float]) -> str:
     """Return for each target of a row whether it is reached, also for our client on torch's server."""
     row, ours = ROWS[name], found["ours"]
-    ratio = ours / found["torch"] if found["torch"] else 0.0
+    ratio = ours / found["torch"]
     promises = [
         (row.most, ratio <= (row.most or 0), "≤ {:g} ×"),
         (row.least, ratio >= (row.least or 0), "≥ {:g} ×"),
@@ -134,11 +129,8 @@ def run(args: list[str]) -> int:
     for heading in ("", "unit", *KINDS, "ours / torch", "ours on torch / torch", "target"):
         table.add_column(heading, justify="left" if heading in ("", "unit", "target") else "right")
     for row, found in figures.items():
-        cells = [f"{found[kind]:,.1f}" if kind in found else "" for kind in KINDS]
-        ratios = [
-            f"{found[kind] / found['torch']:.2f}" if kind in found and found["torch"] else ""
-            for kind in ("ours", "ours on torch")
-        ]
+        cells = [f"{found[kind]:,.1f}" for kind in KINDS]
+        ratios = [f"{found[kind] / found['torch']:.2f}" for kind in ("ours", "ours on torch")]
         table.add_row(row, ROWS[row].unit, *cells, *ratios, verdict(row, found))
     Console(width=None if sys.stdout.isatty() else 170).print(table)
     return 0

@@ -10,15 +10,12 @@ from __future__ import annotations
 import multiprocessing.pool
 import os
 import resource
-import socket
 import statistics
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reports each refused connection at length
@@ -59,11 +56,6 @@ class Server:
         self.process = context.Process(target=_own_server, args=(theirs, is_ours))
         self.process.start()
         self.port, self.pid = self.pipe.recv()
-
-    def resident(self) -> float:
-        """Return the server process's resident memory in KiB."""
-        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
-        return int(pages) * resource.getpagesize() / 1024
 
     def pin(self, cores: list[int]) -> None:
         """Let every thread of the server run on these cores alone."""
@@ -250,50 +242,3 @@ def bring_up(at: Setting, count: int) -> float:
     ends = at.pool.starmap(_connect, [(at.server.port, at.is_ours, start, count // 8)] * 8, chunksize=1)
     time.sleep(0.1)  # the server takes note of the ends
     return (max(ends) - start) * 1e3
-
-
-def memory(at: Setting, count: int) -> float:
-    """Return the KiB for each of many clients of a server that had none before."""
-    server = Server(at.context, at.server.is_ours)
-    try:
-        before = server.resident()
-        clients = [at._replace(server=server).client() for _ in range(count)]
-        return (server.resident() - before) / len(clients)
-    finally:
-        server.stop()
-
-
-def attack(at: Setting) -> float | None:
-    """Announce 256 MiB in nine bytes and send halves of large values; return the MiB it cost, once a server."""
-    server = at.server
-    if server.is_ours is not at.is_ours:
-        return None
-    rest = peak = server.resident()
-    over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not over.is_set():
-            peak = max(peak, server.resident())
-            time.sleep(0.0005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    hello = b"\0" + struct.pack("<I", 0x3C85F7CE)
-    key = struct.pack("<Q", 1) + b"k"
-    sockets = []
-    for i in range(20):
-        sock = socket.create_connection(("127.0.0.1", server.port))
-        sock.settimeout(0.2)
-        sockets.append(sock)
-        half = b"\1" + key + struct.pack("<Q", 8 << 20) + b"x" * (4 << 20)
-        try:
-            sock.sendall(hello + (half if i % 2 else b"\1" + struct.pack("<Q", 256 << 20)))
-        except OSError:
-            continue  # refused or held back: what the server is meant to do
-    time.sleep(0.3)
-    over.set()
-    watcher.join()
-    for sock in sockets:
-        sock.close()
-    return (peak - rest) / 1024

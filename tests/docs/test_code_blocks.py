@@ -111,7 +111,7 @@ def parse(block: Block) -> None:
         else:
             status, others = 0, []
             try:
-                _, others = importlib.import_module(COMMANDS[name].module).parser().parse_known_args(words)
+                _, others = cli_main.module_of(name).parser().parse_known_args(words)
             except SystemExit as ended:  # the help, or an error
                 status = ended.code
             assert status == 0, f"{block.place}: {line}"

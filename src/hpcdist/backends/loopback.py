@@ -18,7 +18,7 @@ from hpcdist.core.buffers import copy_into, overlap
 from hpcdist.core.call import Call
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
-from hpcdist.core.work import DoneWork, Work
+from hpcdist.core.work import Work
 
 
 class LoopbackBackend(Backend):
@@ -62,10 +62,7 @@ class LoopbackBackend(Backend):
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Send to oneself."""
-        self.send(tensor, dst, tag)
-        if finish is not None:
-            finish()
-        return DoneWork([])
+        return self._mailbox.send(tensor, tag, finish)
 
     def irecv(self, tensor: torch.Tensor, src: int | None, tag: int, finish: Callable[[], None] | None) -> Work:
         """Receive a message that was or will be sent."""

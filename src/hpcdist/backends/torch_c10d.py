@@ -30,7 +30,7 @@ from hpcdist.core.errors import DistBackendError, end_all
 from hpcdist.core.objects import TensorObjects
 from hpcdist.core.self_messages import SelfMessages
 from hpcdist.core.table import ALL_GATHER_SINGLE, ALL_REDUCE, ROWS, Row, Shape, scale
-from hpcdist.core.work import DoneWork, Unfinished, Work
+from hpcdist.core.work import Unfinished, Work
 from hpcdist.launch import environment
 from hpcdist.torch_bridge import private_names
 from hpcdist_stores.keep_alive import release
@@ -237,10 +237,7 @@ class C10dBackend(Backend):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int, finish: Callable[[], None] | None = None) -> Work:
         """Begin to send."""
         if dst == self.rank:
-            self._mailbox.send(tensor, tag)
-            if finish is not None:
-                finish()
-            return DoneWork([])
+            return self._mailbox.send(tensor, tag, finish)
         inner = self.inner.send([as_bytes(tensor)], dst, tag)
         return C10dWork(self.unfinished, inner, tensor, [], finish, self.message_limit)
 

@@ -8,11 +8,10 @@ after an upgrade.
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from hpcdist.cli import explain, submit
 from hpcdist.cli.job_arguments import JobParser
-from hpcdist.cli.main import COMMANDS
+from hpcdist.cli.main import COMMANDS, module_of
 
 
 def parser() -> JobParser:
@@ -29,7 +28,7 @@ def words(command: str) -> tuple[list[str], list[str], dict[str, list[str]]]:
         }
         names = {"template", "dry-run", "help", *submit.FLAGS.split(), *submit.LETTERS.values(), *submit.GPUS}
         return [f"--{each}" for each in sorted(names | settings)], [], {"--template": [*submit.templates()]}
-    actions: list[argparse.Action] = importlib.import_module(COMMANDS[command].module).parser()._actions
+    actions: list[argparse.Action] = module_of(command).parser()._actions
     options = [each for action in actions for each in action.option_strings]
     values = {each: [*action.choices] for action in actions if action.choices for each in action.option_strings}
     others = [each for action in actions if action.choices and not action.option_strings for each in action.choices]
@@ -65,7 +64,7 @@ def zsh() -> str:
 
 def fish() -> str:
     lines = []
-    for command, (_, summary) in COMMANDS.items():
+    for command, summary in COMMANDS.items():
         options, others, values = words(command)
         follows = f"complete -c hpcdist -n '__fish_seen_subcommand_from {command}'"
         lines.append(f'complete -c hpcdist -f -n __fish_use_subcommand -a {command} -d "{summary}"')

@@ -47,9 +47,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def file(text: str) -> str:
-    """Read a file's name; shells do not expand the ``~`` of ``--json=~/page.json``."""
-    return os.path.expanduser(text)
+file = os.path.expanduser  # reads a file's name: shells do not expand the ``~`` of ``--json=~/page.json``
 
 
 class JobParser(argparse.ArgumentParser):

@@ -8,36 +8,34 @@ import io
 import os
 import signal
 import sys
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 import hpcdist
 from hpcdist.cli.job_arguments import is_first_rank
 
-
-class Command(NamedTuple):
-    """A command's module and its one-line summary."""
-
-    module: str  # has run(args): takes the arguments after the name, returns the exit status; imported when called
-    summary: str
-
-
+# each is a module here: its ``parser()``, but for submit's own, and ``run(args)``, which returns the exit status
 COMMANDS = {
-    "demo": Command("hpcdist.cli.demo", "train a small network on some ranks of this machine"),
-    "doctor": Command("hpcdist.cli.doctor", "test what a job needs here, and say how to fix what fails"),
-    "bench": Command("hpcdist.cli.bench", "time hpcdist beside mpi4py, gloo and a memory copy, in one run"),
-    "tune": Command("hpcdist.cli.tune", "measure from which size on shared memory is faster here"),
-    "explain": Command("hpcdist.cli.explain", "say what a message means, what causes it and how to fix it"),
-    "debug": Command("hpcdist.cli.debug", "show a running job: each rank's call, stack, counts and times"),
-    "run": Command("hpcdist.cli.run", "run an unmodified script of torch.distributed on hpcdist"),
-    "submit": Command("hpcdist.cli.submit", "submit a script to Slurm, or write its job script"),
-    "completion": Command("hpcdist.cli.completion", "print a shell's script that completes these words"),
+    "demo": "train a small network on some ranks of this machine",
+    "doctor": "test what a job needs here, and say how to fix what fails",
+    "bench": "time hpcdist beside mpi4py, gloo and a memory copy, in one run",
+    "tune": "measure from which size on shared memory is faster here",
+    "explain": "say what a message means, what causes it and how to fix it",
+    "debug": "show a running job: each rank's call, stack, counts and times",
+    "run": "run an unmodified script of torch.distributed on hpcdist",
+    "submit": "submit a script to Slurm, or write its job script",
+    "completion": "print a shell's script that completes these words",
 }
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 MORE = "options of a command: python -m hpcdist COMMAND --help; also: --version"
 
 
+def module_of(command: str) -> Any:
+    """Import a command, and return its module."""
+    return importlib.import_module(f"hpcdist.cli.{command}")
+
+
 def usage() -> str:
-    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<10} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(["usage: python -m hpcdist COMMAND [ARGUMENT...]", "", "commands:", *lines, "", MORE])
 
 
@@ -78,9 +76,8 @@ def dispatched(given: list[str]) -> int:
     if given and given[0] == "--version":
         tell(f"hpcdist {hpcdist.__version__}")
         return 0
-    command = COMMANDS.get(given[0]) if given else None
-    if command is None:
+    if not given or given[0] not in COMMANDS:
         wrong = f"\nerror: no command {given[0]!r} (known: {', '.join(COMMANDS)})" if given else ""
         tell(usage() + wrong, sys.stderr)
         return 2
-    return int(importlib.import_module(command.module).run(given[1:]))
+    return int(module_of(given[0]).run(given[1:]))

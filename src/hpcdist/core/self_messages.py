@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.core.buffers import copy_into
 from hpcdist.core.errors import DistBackendError
-from hpcdist.core.work import Work
+from hpcdist.core.work import DoneWork, Work
 
 
 class Receive(Work):
@@ -48,12 +48,15 @@ class SelfMessages:
         self._sent: dict[int, deque[torch.Tensor]] = defaultdict(deque)
         self._awaited: dict[int, deque[Receive]] = defaultdict(deque)
 
-    def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Send; the message is copied."""
+    def send(self, tensor: torch.Tensor, tag: int, finish: Callable[[], None] | None = None) -> Work:
+        """Send; the message is copied, and its Work has ended."""
         if self._awaited[tag]:
             self._awaited[tag].popleft().arrive(tensor)
         else:
             self._sent[tag].append(tensor.clone())
+        if finish is not None:
+            finish()
+        return DoneWork([])
 
     def holds(self, tag: int) -> bool:
         return bool(self._sent[tag])
