@@ -70,7 +70,7 @@ def drop_closed(launch: Launch | None) -> None:
         return
     if launch is not None and launch.starts_mpi and (launch.size > 1 or launch.size == UNKNOWN):
         text = (
-            f"{launch.account}, and this process has no open connection to it ({DESCRIPTOR}={os.environ[DESCRIPTOR]}), "
+            f"{launch.account}, and this process has no open connection to it (PMI_FD={os.environ[DESCRIPTOR]}), "
             "by which MPI_Init finds the other ranks: it would end this process. A Python program that starts this one "
             f"closes it: subprocess.run(…, close_fds=False) leaves it open. The rank that ran MPI before in this shell "
             f"has closed it too: start the ranks anew. If no launcher started this process, unset {', '.join(PMI)} and "
