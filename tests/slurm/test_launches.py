@@ -153,3 +153,39 @@ def test_a_cancelled_job_leaves_nothing_behind(each_mpi, cluster, submit, jobs):
     assert cluster.run("squeue", "--noheader").stdout == ""
     assert cluster.node_states() == ["idle", "idle"]
     assert wait_until(lambda: not any(host.run(["ls", *shared[host]]).stdout for host in shared), 5), shared
+
+
+ONE_OF = """
+import hpcdist as dist
+dist.init_process_group()
+print("world", dist.get_world_size())
+"""
+AGAIN = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], close_fds=%s).returncode)"
+
+
+def test_one_program_after_another_in_the_shell_of_a_step(each_mpi, cluster):
+    """`srun --pty bash`: the first ends MPICH's connection to Slurm, Python does not pass it on to the third."""
+    shell = 'set -e; "$@"; "$@"; "$1" -c "$AGAIN" "${@:2}"'
+    command = ["srun", f"--mpi={each_mpi['HPCDIST_MPI']}", "bash", "-c", shell, "bash", each_mpi["HPCDIST_PYTHON"]]
+    result = cluster.run(*command, "-c", ONE_OF, seconds=100, AGAIN=AGAIN % True)
+    assert (result.returncode, result.stdout) == (0, "world 1\n" * 3), result.stderr
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_ranks_of_mpich_that_a_python_program_starts(mpich, close, cluster):
+    command = ["srun", "--ntasks=2", "--mpi=pmi2", mpich["HPCDIST_PYTHON"], "-c", AGAIN % close, "-c", ONE_OF]
+    result = cluster.run(*command, seconds=100)
+    if close:
+        assert result.returncode == 1
+        assert "no open connection to it (PMI_FD=" in result.stderr
+    else:
+        assert (result.returncode, result.stdout) == (0, "world 2\n" * 2), result.stderr
+
+
+def test_a_shell_kept_from_a_step_that_has_ended(each_mpi, cluster, tmp_path):
+    """tmux, or a terminal of an editor: a program by itself is a world of one, and ends well."""
+    kept = tmp_path / "environment"
+    start = ["srun", f"--mpi={each_mpi['HPCDIST_MPI']}", "bash", "-c"]
+    assert cluster.run(*start, f"export -p > {kept}").returncode == 0
+    result = cluster.run("bash", "-c", f'. {kept}; exec "$@"', "bash", each_mpi["HPCDIST_PYTHON"], "-c", ONE_OF)
+    assert (result.returncode, result.stdout) == (0, "world 1\n"), result.stderr

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import hpcdist as dist
-from hpcdist.backends.mpi.process import open_mpi, runtime
+from hpcdist.backends.mpi.process import connection, open_mpi, runtime
 from hpcdist.core import memory_file
 from hpcdist.launch.environment import detect
 from tests import forked, programs
@@ -63,27 +63,27 @@ def test_what_needs_linux_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_of_a_rank_is_refused_unless_a_launcher_of_its_own_started_it(
     monkeypatch: pytest.MonkeyPatch, launcher: str, owner: str, is_child: bool
 ) -> None:
-    for name in (runtime.PROCESS, runtime.NAMESPACE, runtime.DESCRIPTOR):
+    for name in (connection.PROCESS, connection.NAMESPACE, connection.DESCRIPTOR):
         monkeypatch.delenv(name, raising=False)
     ends = socket.socketpair()
     with ends[0], ends[1]:
         if "PMIx" in launcher:
-            monkeypatch.setenv(runtime.NAMESPACE, "job-1")
+            monkeypatch.setenv(connection.NAMESPACE, "job-1")
         else:
-            monkeypatch.setenv(runtime.DESCRIPTOR, str(ends[0].fileno()))
+            monkeypatch.setenv(connection.DESCRIPTOR, str(ends[0].fileno()))
         pid = os.getpid() if owner == "this" else os.getppid()
-        monkeypatch.setenv(runtime.PROCESS, f"{pid} {runtime.connection()}")
+        monkeypatch.setenv(connection.PROCESS, f"{pid} {connection.identity()}")
         if launcher == "PMIx of its own":
-            monkeypatch.setenv(runtime.NAMESPACE, "job-2")
+            monkeypatch.setenv(connection.NAMESPACE, "job-2")
         elif launcher == "PMI of its own":
-            monkeypatch.setenv(runtime.DESCRIPTOR, str(ends[1].fileno()))
+            monkeypatch.setenv(connection.DESCRIPTOR, str(ends[1].fileno()))
         elif launcher == "closed PMI":
             ends[0].close()
         if is_child and owner == "another":
             with pytest.raises(dist.DistBackendError, match=f"was started by process {pid} of an MPI job"):
-                runtime.check_process()
+                connection.check_process()
         else:
-            runtime.check_process()
+            connection.check_process()
 
 
 ONE = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "job"}
@@ -159,7 +159,7 @@ def test_whether_btl_ofi_is_opened(tmp_path: Path, variable: str | None, text: s
     [
         (["ext3x", "isolated", "flux"], {}, (4, 1, 4), True),
         (["ext3x", "isolated", "flux"], {}, (5, 0, 11), False),
-        (["ext3x", "isolated"], {runtime.NAMESPACE: "slurm.pmix.3.0"}, (4, 1, 4), False),
+        (["ext3x", "isolated"], {connection.NAMESPACE: "slurm.pmix.3.0"}, (4, 1, 4), False),
         (["pmix3x", "s1", "s2"], {}, (4, 1, 4), False),  # built with Slurm's own PMI
         (["pmix3x", "flux", "cray"], {}, (4, 1, 4), False),
         ([], {}, (4, 1, 4), False),  # built without files of components: nothing is known
@@ -179,7 +179,7 @@ def test_an_open_mpi_4_that_srun_did_not_tell_of_its_ranks_is_refused_before_mpi
         (tmp_path / folder / f"mca_pmix_{each}.so").touch()
     monkeypatch.setattr(runtime.libraries, "loaded_libraries", lambda: [str(tmp_path / "libmpi.so.40")])
     monkeypatch.delenv(runtime.PREFIX, raising=False)
-    monkeypatch.delenv(runtime.NAMESPACE, raising=False)
+    monkeypatch.delenv(connection.NAMESPACE, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     description = f"Open MPI v{'.'.join(map(str, version))}, package: Debian OpenMPI"
@@ -219,7 +219,7 @@ def test_open_mpi_copies_small_messages_unless_the_user_chose(
 
 START_MPI = """
 import os
-from hpcdist.backends.mpi.process import open_mpi, runtime
+from hpcdist.backends.mpi.process import connection, open_mpi, runtime
 MPI = runtime.load()
 with open_mpi.without_btl_ofi(MPI):
     MPI.Init_thread()
@@ -285,12 +285,12 @@ def test_a_world_of_one_where_the_launcher_says_only_the_rank() -> None:
         runtime.check_world(library, detect({"PMIX_RANK": "1"}))
 
 
-@pytest.mark.parametrize("variable", runtime.PMIX)
+@pytest.mark.parametrize("variable", connection.PMIX)
 def test_variables_of_pmix_with_which_mpich_would_end_the_process(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each by itself, as a shell may have kept it; not beside the descriptor of MPICH's own launcher."""
-    for name in (*runtime.PMIX, runtime.DESCRIPTOR):
+    for name in (*connection.PMIX, connection.DESCRIPTOR):
         monkeypatch.delenv(name, raising=False)
     library = SimpleNamespace(
         Get_library_version=lambda: "MPICH Version: 5.0.2", get_vendor=lambda: ("MPICH", (5, 0, 2))
@@ -299,5 +299,52 @@ def test_variables_of_pmix_with_which_mpich_would_end_the_process(
     monkeypatch.setenv(variable, "0")
     with pytest.raises(dist.DistBackendError, match=r"in MPI_Init: .* unset PMIX_NAMESPACE and PMIX_RANK, which are"):
         runtime.check_launcher(library, detect({"PMIX_RANK": "0"}))
-    monkeypatch.setenv(runtime.DESCRIPTOR, "5")
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        monkeypatch.setenv(connection.DESCRIPTOR, str(ends[0].fileno()))
+        runtime.check_launcher(library, None)
+
+
+MPICH = SimpleNamespace(Get_library_version=lambda: "MPICH Version: 5.0.2", get_vendor=lambda: ("MPICH", (5, 0, 2)))
+TASK = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize("closed_by", ["this process", "the launcher", "a file in its place"])
+def test_a_connection_that_is_closed(monkeypatch: pytest.MonkeyPatch, closed_by: str, tmp_path: Path) -> None:
+    """MPI_Init would end this process, if need be after writing into the file: a rank is told, one process goes on."""
+    for name in (*connection.PMIX, connection.FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    ends = socket.socketpair()
+    with ends[0], ends[1], (tmp_path / "file").open("w") as file:
+        given = {"PMI_FD": str(ends[0].fileno()), "PMI_RANK": "0", "PMI_SIZE": "2", **TASK}
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        two = detect(given | {"SLURM_STEP_NUM_TASKS": "2"})
+        one = detect(given | {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"})
+        runtime.check_launcher(MPICH, two)
+        if closed_by == "a file in its place":
+            monkeypatch.setenv("PMI_FD", str(file.fileno()))
+        else:
+            ends[closed_by == "the launcher"].close()
+        with pytest.raises(dist.DistBackendError, match=r"srun started 2 ranks .* no open connection"):
+            runtime.check_launcher(MPICH, two)
+        assert two is not None
+        assert not runtime.may_connect(MPICH, two)
+        runtime.check_launcher(MPICH, one)
+        assert os.environ.keys().isdisjoint(connection.PMI)
+
+
+def test_variables_of_a_pmix_server_that_has_ended_are_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of one whose folder a container does not show, while it listens."""
+    library = SimpleNamespace(get_vendor=lambda: ("Open MPI", (5, 0, 11)), Get_library_version=lambda: "Open MPI")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"pmix-server.1;tcp4://127.0.0.1:{server.getsockname()[1]}"
+        left = {"PMIX_NAMESPACE": "slurm.pmix.1.0", "PMIX_RANK": "0", "PMIX_SERVER_URI41": address}
+        for name, value in left.items():
+            monkeypatch.setenv(name, value)
+        for folder, is_there in ((tmp_path, True), (tmp_path / "gone", True)):
+            monkeypatch.setenv(connection.FOLDER, str(folder))
+            runtime.check_launcher(library, None)
+            assert ("PMIX_NAMESPACE" in os.environ) is is_there
     runtime.check_launcher(library, None)
+    assert os.environ.keys().isdisjoint(connection.PMIX)

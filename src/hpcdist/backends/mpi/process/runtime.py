@@ -13,7 +13,6 @@ import io
 import os
 import re
 import signal
-import stat
 import sys
 import time
 import warnings
@@ -27,7 +26,7 @@ from typing import Any
 
 from torch.distributed import default_pg_timeout
 
-from hpcdist.backends.mpi.process import intel_mpi, libraries, open_mpi, silence
+from hpcdist.backends.mpi.process import connection, intel_mpi, libraries, open_mpi, silence
 from hpcdist.core import memory_file, shutdown
 from hpcdist.core.errors import DistBackendError, run_hook
 from hpcdist.core.printing import FORWARD_SECONDS, add_hint, write_to_stderr
@@ -51,10 +50,7 @@ INSTALL_HINT = (
 )
 
 
-PROCESS = "HPCDIST_MPI_PROCESS"  # a process of the job and its connection, for processes that it starts
 PREFIX = "OPAL_PREFIX"  # the prefix of Open MPI's installation
-NAMESPACE, DESCRIPTOR = "PMIX_NAMESPACE", "PMI_FD"  # of Open MPI's launchers, of those of MPICH and Intel MPI
-PMIX = (NAMESPACE, "PMIX_RANK")  # MPICH 5 looks at both
 
 START_SECONDS: list[float] = []  # seconds that MPI_Init took, for the doctor
 OWNED: list[Any] = []  # the MPI that hpcdist initialized, and finalizes
@@ -119,7 +115,7 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     started this one; or MPI sees one rank although the launcher started several.
     """
     MPI = load()
-    check_process()
+    connection.check_process()
     if MPI.Is_finalized():
         raise DistBackendError(
             "MPI was finalized in this process, and the MPI standard allows no second start; "
@@ -150,34 +146,6 @@ def world(timeout: timedelta = default_pg_timeout) -> Any:
     return MPI.COMM_WORLD
 
 
-def connection() -> str:
-    """Return the launcher's connection of this process, different in each start; empty without a launcher."""
-    if namespace := os.environ.get(NAMESPACE):
-        return namespace
-    try:
-        found = os.fstat(int(os.environ[DESCRIPTOR]))
-    except (KeyError, ValueError, OSError):  # no launcher, or a child process, which does not inherit descriptors
-        return ""
-    return str(found.st_ino) if stat.S_ISSOCK(found.st_mode) else ""
-
-
-def check_process() -> None:
-    """Raise in a child of a process of the job: it has the variables of that process, which has started MPI.
-
-    In Open MPI 5.0.11 MPI_Init would wait forever, and the job would not end; in MPICH it ends the child.
-    """
-    owner, _, joined = os.environ.get(PROCESS, "").partition(" ")
-    own = connection()
-    if owner in ("", str(os.getpid())) or (own != joined if own else DESCRIPTOR not in os.environ):
-        return
-    text = (
-        f"process {os.getpid()} was started by process {owner} of an MPI job and is not one of its ranks. Start it "
-        "with mpirun to give it a world of its own, or use no MPI in it: backend 'gloo' with init_method, or "
-        "'loopback' with world_size=1"
-    )
-    raise DistBackendError(add_hint(text, "child-process"))
-
-
 def is_fault_tolerant() -> bool:
     """Tell whether Open MPI's mpirun was told ``--with-ft ulfm``."""
     return os.environ.get(FAULT_TOLERANCE, "0").lower() not in ("0", "false", "no", "disabled")
@@ -194,19 +162,22 @@ def leave_out_han() -> None:
 
 
 def check_launcher(MPI: Any, launch: Launch | None) -> None:
-    """Raise if MPI_Init would end this process under its launcher; unset the prefix of another Open MPI.
+    """Raise if MPI_Init would end this process under its launcher; unset what is left from another launch or Open MPI.
 
     MPICH 5 without PMIx ends the process if there are PMIx's variables, and Open MPI 4 that knows only PMIx does so
     under an srun that does not; Open MPI 4.1.4 also if OPAL_PREFIX, which Open MPI 5's mpirun exports, is not its own.
     MPICH 4 starts a world of one rank (``check_world``).
     """
     name, version = MPI.get_vendor()
+    connection.drop_ended_server()
+    if name != open_mpi.VENDOR:
+        connection.drop_closed(launch)
     loaded = libraries.loaded_library() if name == open_mpi.VENDOR else None
     prefix = os.environ.get(PREFIX)
     if loaded and prefix and not Path(loaded).resolve().is_relative_to(Path(prefix).resolve()):
         del os.environ[PREFIX]
     who = launch.account if launch else "the launcher uses PMIx"
-    has_pmix, remedy = NAMESPACE in os.environ, launch.remedy if launch else ""
+    has_pmix, remedy = connection.NAMESPACE in os.environ, launch.remedy if launch else ""
     is_of_srun = launch is not None and launch.name == "srun"
     if version < (5,) and is_of_srun and not has_pmix and open_mpi.knows_only_pmix(loaded):  # False of other MPIs
         lacking = (
@@ -214,12 +185,12 @@ def check_launcher(MPI: Any, launch: Launch | None) -> None:
             f"by PMIx, and this launcher does not. {remedy}"
         )
         raise DistBackendError(add_hint(lacking, "separate-worlds"))
-    is_pmix = not os.environ.keys().isdisjoint(PMIX) and DESCRIPTOR not in os.environ
+    is_pmix = not os.environ.keys().isdisjoint(connection.PMIX) and connection.DESCRIPTOR not in os.environ
     if name == "MPICH" and version >= (5,) and is_pmix and "pmix" not in MPI.Get_library_version().lower():
         text = (
             f"{who}, and {short_name(MPI)}, which mpi4py loaded, would end this process in MPI_Init: it was built "
-            f"without PMIx, by which this launcher connects its ranks. {remedy}{' ' * bool(remedy)}"
-            f"If no launcher started this process, unset {' and '.join(PMIX)}, which are left from another job"
+            f"without PMIx, by which this launcher connects its ranks. {remedy}{' ' * bool(remedy)}If no launcher "
+            f"started this process, unset {' and '.join(connection.PMIX)}, which are left from another job"
         )
         raise DistBackendError(add_hint(text, "separate-worlds"))
 
@@ -231,7 +202,7 @@ def may_connect(MPI: Any, launch: Launch) -> bool:
     except DistBackendError:
         return False
     name, version = MPI.get_vendor()
-    return name != open_mpi.VENDOR or version < (5,) or NAMESPACE in os.environ
+    return name != open_mpi.VENDOR or version < (5,) or connection.NAMESPACE in os.environ
 
 
 def warn_of_little_memory(MPI: Any, launch: Launch | None) -> None:
@@ -387,8 +358,8 @@ def duplicate(comm: Any, timeout: timedelta) -> Any:
             who = f"; {format_ranks(dead)} died" if dead else ""
             raise DistBackendError(f"init_process_group failed in MPI: {error.Get_error_string()}{who}") from error
     libraries.unlink_segments(MPI)
-    if joined := connection():
-        os.environ[PROCESS] = f"{os.getpid()} {joined}"
+    if joined := connection.identity():
+        os.environ[connection.PROCESS] = f"{os.getpid()} {joined}"
     return own
 
 
