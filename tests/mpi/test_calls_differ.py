@@ -475,6 +475,31 @@ def test_the_end_of_a_group_against_a_call(is_late, rank, size):
         dist.destroy_process_group(made)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_calls_after_that_are_refused_too(turns, is_late, rank, size):
+    """Ranks that go on after a rank has destroyed their group neither wait for it nor for each other."""
+    made = dist.new_group(timeout=timedelta(seconds=20))
+    dist.barrier(made)
+    if rank == 0:
+        time.sleep(0.2 * is_late)
+        with suppress(CallsDifferError):
+            dist.destroy_process_group(made)
+    else:
+        time.sleep(0.2 * (not is_late))
+        for turn in range(turns):
+            refused(r"destroy_process_group", dist.all_reduce, torch.ones(2), group=made)
+            if turn or size == 2:
+                refused(r"destroy_process_group", dist.barrier, made)
+            elif rank == 1:  # differs from the end, or from the others' call, whichever comes first
+                refused(r"all_to_all_single", dist.all_to_all, *[[torch.ones(r) for r in range(size)]] * 2, group=made)
+            else:
+                refused(r"destroy_process_group|all_to_all_single", dist.barrier, made)
+        with suppress(CallsDifferError):  # one of the others may still be in its last call
+            dist.destroy_process_group(made)
+    dist.barrier()
+
+
 def test_equal_calls_in_other_words(group, rank, size):
     """Parts of complex numbers, other layouts, async or not: the same calls."""
     dtype, length = (torch.complex64, 2) if rank else (torch.float32, 4)

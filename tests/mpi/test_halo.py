@@ -220,6 +220,17 @@ def test_small_and_large_arrays_are_padded_again_and_again(rank, size):
             assert torch.equal(padded, expected), (cells, dtype, turn)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_arrays_that_were_made_in_inference_mode(dtype, rank, size):
+    """They are filled outside of it too, also in a dtype that NumPy lacks."""
+    halo = dist.HaloExchange([1, size], periodic=True)
+    with torch.inference_mode():
+        whole = torch.full((4, 3), 7 + rank, dtype=dtype)
+    assert halo(whole) is whole
+    expected = torch.tensor([[7 + (rank + step) % size for step in (-1, 0, 1)]] * 4, dtype=dtype)
+    assert torch.equal(whole, expected)
+
+
 def test_a_message_that_is_too_long_and_what_comes_after_it(rank, size, world):
     if size == 1 or dist.get_backend() != "mpi":
         pytest.skip("MPI tells it, between two ranks")

@@ -27,6 +27,7 @@ from hpcdist.core.buffers import (
     PLAIN_TYPES,
     as_tensor,
     check_memory,
+    copy_into,
     for_writing,
     is_plain,
     on_memory,
@@ -50,7 +51,7 @@ def make_copy(target: Tensor, source: Tensor) -> Step:
     if target.is_cpu and not (source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()):
         with suppress(TypeError):  # a dtype that NumPy lacks
             return partial(np.copyto, target.numpy(), source.numpy())
-    return partial(target.copy_, source)
+    return partial(copy_into, source, target)
 
 
 def make_add(target: Tensor, source: Tensor) -> Step:

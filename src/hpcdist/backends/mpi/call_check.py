@@ -40,7 +40,7 @@ import torch
 
 from hpcdist.backends.mpi.communicator import Communicator
 from hpcdist.backends.mpi.datatypes import CUTS
-from hpcdist.backends.mpi.node.call_board import COUNTS_KEPT, LAST, RING, CallBoard, open_board, stand_in_tensors
+from hpcdist.backends.mpi.node.call_board import COUNTS_KEPT, GONE, LAST, RING, CallBoard, open_board, stand_in_tensors
 from hpcdist.backends.mpi.node.window import fence
 from hpcdist.core import hooks
 from hpcdist.core.call import Call
@@ -231,7 +231,12 @@ class CallCheck:
             log.is_ending = True
         if self.board is not None and not (log is not None and log.was_raised) and not self._communicator.is_revoked():
             self._is_leaving = True
-            self.make(LEAVE_SAID, 0, bool)
+            board = self.board
+            board.leaving[board.own] = 1
+            try:
+                self.make(LEAVE_SAID, 0, bool)
+            finally:
+                board.followed[board.own] = GONE  # nobody waits for it with the next decision
         if log is not None and not self._communicator.is_revoked():
             log.compare_last()
 
@@ -358,8 +363,9 @@ class CallCheck:
                         self._stand_in(board.makers(each), each)
         finally:
             board.forget(self._start)  # all ranks have carried out the decision before this one
-            self.handled = board.followed[board.own] = index
             self._start = max(differs, last) + 2 + RING
+            board.hold_left(self._start)
+            self.handled = board.followed[board.own] = index
             self.number = self._start - 1
         raise error
 

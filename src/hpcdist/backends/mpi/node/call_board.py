@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from hpcdist.backends.mpi.node.window import fence, fences
 from hpcdist.core import memory_file
-from hpcdist.core.call_log import BLOCK
+from hpcdist.core.call_log import BLOCK, LEAVE_SAID
 from hpcdist.core.call_words import COUNTED, LEFT, NUMBER, NUMBER_BITS, STOP, WIDE, DecodedCall, kind_word, read
 from hpcdist.core.ranks import ranks_by_value
 from hpcdist.core.table import ALL_TO_ALL_SINGLE, Counts, Row, Shape
@@ -34,6 +34,7 @@ AHEAD = 1 << NUMBER_BITS - 1  # a difference of two numbers from here on is nega
 CELL = struct.Struct("=qq")  # the two words
 FEW = 8  # up to so many ranks are compared one by one
 STOP_SAID = kind_word(STOP)
+GONE = 1 << 62  # decisions: a rank that has ended the group carries out no more
 
 
 class CallBoard:
@@ -49,11 +50,12 @@ class CallBoard:
         self.others = [(self.whats[r], self.sizes[r]) for r in range(count) if r != own]
         begin = 2 * RING * count
         # for each rank: the number of the call in which it has found a difference, how many decisions it has carried
-        # out, the last call that it carries out by itself, and its word in whose place it has written ``STOP``
-        self.failing, self.followed, self._reached, self._replaced, self._choosing, self._tickets = (
-            cells[begin + i * count : begin + (i + 1) * count] for i in range(6)
+        # out, whether it ends the group, the last call that it carries out by itself, and its word in whose place it
+        # has written ``STOP``
+        self.failing, self.followed, self.leaving, self._reached, self._replaced, self._choosing, self._tickets = (
+            cells[begin + i * count : begin + (i + 1) * count] for i in range(7)
         )
-        begin += 6 * count
+        begin += 7 * count
         self.decided = cells[begin : begin + 1]  # the number of decisions
         self._differs = cells[begin + 1 : begin + 2]  # the number of the call in which ranks differ, of the last one
         begin += 2
@@ -108,12 +110,21 @@ class CallBoard:
     def forget(self, start: int) -> None:
         """Erase the words of this rank's calls before a number, so that they match no later call.
 
-        Otherwise a word that no other call has replaced would match the call 2^16 numbers later.
+        Otherwise a word that no other call has replaced would match the call 2^16 numbers later. The place of the call
+        of that number stays: another rank may have written there (``hold_left``).
         """
         mine = self.whats[self.own]
-        for each in range(start - RING, start):
+        for each in range(start - RING + 1, start):
             if (mine[each & LAST] - start) & NUMBER >= AHEAD:
                 mine[each & LAST] = each & NUMBER
+
+    def hold_left(self, number: int) -> None:
+        """Let the first call after an error differ from the end of the group on the ranks that end it."""
+        fence()
+        for r, is_leaving in enumerate(self.leaving):
+            if is_leaving:
+                self.sizes[r][number & LAST] = 0
+                self.whats[r][number & LAST] = LEAVE_SAID + (number & NUMBER)
 
     def withdraw(self, number: int) -> None:
         """Record that this rank has left a call, so that it is not in MPI any more."""
@@ -205,7 +216,7 @@ def has_counts(count: int, size: int) -> bool:
 
 
 def bytes_of(count: int, size: int) -> int:
-    cells = count * (2 * RING + 6) + 2
+    cells = count * (2 * RING + 7) + 2
     return 8 * (cells + (2 * size * COUNTS_KEPT * count if has_counts(count, size) else 0))
 
 
