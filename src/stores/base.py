@@ -224,8 +224,8 @@ class Store(KeptAlive, TorchStore):
         self.wait([last], timeout)
 
     def has_extended_api(self) -> bool:
-        """Return whether append, multi_get and multi_set are one operation each."""
-        return True
+        """Return whether append, multi_get and multi_set are one operation each (False for a FileStore, as torch's)."""
+        return False
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the limit of get and wait; kept in whole milliseconds."""

@@ -73,6 +73,9 @@ class HashStore(DictStore):
     def queue_len(self, key: Text) -> int:
         return len(self._queues.get(as_bytes(key), ()))
 
+    def has_extended_api(self) -> bool:
+        return True
+
     def clone(self) -> HashStore:
         """Return this store itself: its keys exist only here."""
         return self

@@ -31,3 +31,10 @@ class TestHashStore(StoreContract):
             store.get("queue")
         store.set("queue", "value")
         assert (store.get("queue"), store.queue_pop("queue")) == (b"value", b"first")
+
+
+def test_a_store_of_the_users_does_not_say_that_it_has_what_it_has_not():
+    class Own(stores.Store):
+        pass
+
+    assert not Own().has_extended_api()

@@ -101,6 +101,7 @@ def test_same_results_and_errors(kind):
     @given(st.lists(calls if kind == "FileStore" else queue_calls, max_size=25))
     def run(sequence):
         with pair(kind) as (ours, torchs):
+            assert ours.has_extended_api() == torchs.has_extended_api()
             for call in sequence:
                 if kind == "FileStore" and call[0] == "list_keys":
                     continue  # torch's lists its user counter too, less its first letter

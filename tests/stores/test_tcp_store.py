@@ -135,6 +135,15 @@ def test_takes_over_a_bound_socket():
     assert dist.TCPStore("127.0.0.1", port, None, False).num_keys() == 1
 
 
+def test_a_bound_socket_of_another_port_is_refused_and_stays_the_callers():
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with pytest.raises(dist.DistNetworkError, match=rf"is bound to {port}"):
+        stores.TCPStore("127.0.0.1", port - 1, None, True, master_listen_fd=listener.fileno())
+    assert stores.TCPStore("127.0.0.1", 0, None, True, master_listen_fd=listener.detach()).port == port
+
+
 def test_listens_where_it_was_asked_to_and_nowhere_else():
     store = stores.TCPStore("127.0.0.1", 0, None, True)
     for address in ("127.0.0.2", "::1"):

@@ -369,6 +369,13 @@ def test_one_process_in_a_job_of_several_tasks_warns(environ, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("which", ["rank", "world_size"])
+def test_a_url_that_contradicts_the_caller_is_refused(which):
+    given = {"rank": 0, "world_size": 1, which: 7}
+    with pytest.raises(ValueError, match=rf"{which}=7 was given, and the URL says {which}="):
+        next(iter(rendezvous.rendezvous("tcp://127.0.0.1:1?rank=0&world_size=1", **given)))
+
+
 def test_a_handler_of_ones_own(monkeypatch):
     monkeypatch.setattr(rendezvous, "HANDLERS", dict(rendezvous.HANDLERS))
 

@@ -165,11 +165,16 @@ def _create_store_from_options(backend_options: Any, rank: int) -> Store:
 
 
 def query(url: ParseResult, rank: int, world_size: int) -> tuple[int, int]:
-    given = dict(parse_qsl(url.query))
-    return (
-        int(given.get("rank", -1)) if rank == -1 else rank,
-        int(given.get("world_size", -1)) if world_size == -1 else world_size,
-    )
+    """Return rank and size, from the caller or the URL; ValueError if both say them and differ."""
+    texts = dict(parse_qsl(url.query))
+
+    def one(name: str, given: int) -> int:
+        said = int(texts.get(name, given))
+        if given not in (-1, said):
+            raise missing(url.scheme, f"{name}={given} was given, and the URL says {name}={said}; give one of them")
+        return said
+
+    return one("rank", rank), one("world_size", world_size)
 
 
 def missing(scheme: str, what: str) -> ValueError:

@@ -53,10 +53,6 @@ class FileStore(DictStore):
             self._put((b"-" + name, b""))
         return True
 
-    def has_extended_api(self) -> bool:
-        """Return False, as torch's FileStore does (append, multi_get and multi_set work all the same)."""
-        return False
-
     def clone(self) -> FileStore:
         """Return another store on the same file; the two count as one user."""
         twin = FileStore.__new__(FileStore)

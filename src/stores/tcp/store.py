@@ -63,7 +63,7 @@ class TCPStore(Store):
         timeout: The limit of connecting, get and wait.
         wait_for_workers: Whether the master waits until ``world_size`` clients have come.
         multi_tenant: Whether a second server of the same port in this process joins the first.
-        master_listen_fd: A bound socket for the server to take over.
+        master_listen_fd: A socket for the server to take over, bound to ``port``.
         use_libuv: False for a client of torch's legacy server: get takes two round trips, and there are no queues.
             Our own server has one kind.
         secret: Shared by all processes of the job: a client that does not prove it reaches no key (not in torch).
@@ -116,7 +116,7 @@ class TCPStore(Store):
         server = _servers.get(port) if is_shared and port else None
         if server is None:
             try:
-                server = ServerProcess(listen(self._host, port) if fd is None else take_over(fd), secret)
+                server = ServerProcess(listen(self._host, port) if fd is None else take_over(fd, port), secret)
             except OSError as error:
                 raise DistNetworkError(f"the server cannot listen at {self._host}:{port}: {error}") from error
             if is_shared:
@@ -289,6 +289,9 @@ class TCPStore(Store):
             some = names[at : at + step]
             frame = (_R[Request.MULTI_SET], _pack(len(some)), *string_parts(some, given[at : at + step]))
             session.call("multi_set", names, limit, b"".join(frame), _read_nothing)
+
+    def has_extended_api(self) -> bool:
+        return True
 
     # -- queues, barrier --------------------------------------------------------------------------------
 

@@ -55,9 +55,11 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=is_dual)
 
 
-def take_over(fd: int) -> socket.socket:
-    """Listen on a socket that the caller has bound; the descriptor is ours from then on."""
+def take_over(fd: int, port: int) -> socket.socket:
+    """Listen on a socket that the caller has bound to a port (0 is any); the descriptor is ours from then on."""
     listener = socket.socket(fileno=fd)
+    if port not in (0, bound := listener.getsockname()[1]):
+        raise OSError(errno.EADDRNOTAVAIL, f"the socket of master_listen_fd={listener.detach()} is bound to {bound}")
     listener.listen(BACKLOG)
     return listener
 
