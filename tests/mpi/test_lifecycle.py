@@ -257,7 +257,7 @@ def test_user_calls_on_the_groups_communicator(rank, size):
 
 
 def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
-    """C++ asks it for keys by other names, and its timeout is that of torch's worlds."""
+    """C++ asks it for keys by other names, and sets its timeout without a call of Python."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     from hpcdist.torch_bridge.mirror import LATE_STORE
@@ -269,6 +269,11 @@ def test_the_store_of_torchs_world_behind_its_prefix_store(rank, size):
     assert store.delete_key("a")
     assert not store.check(["a"])
     assert not store.delete_key("a")
+    limit = LATE_STORE.timeout
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(dist.DistStoreError, match=r"0\.3 s|300 ?ms"):
+        store.get("b")
+    store.set_timeout(limit)
     dist.barrier()
 
 

@@ -41,12 +41,31 @@ STOCK: dict[str, Callable[..., Any]] = {}  # torch's own functions that hpcdist 
 class LateStore(bindings.Store):
     """The world's store, opened at its first use: few programs need one, and a server costs time.
 
-    Under MPI the first use opens it on all ranks, so all of them must make a call on it.
+    Under MPI the first use opens it on all ranks, so all of them must make a call on it. Its limit is the world's until
+    the program sets another, which C++ may do without a call of Python, as torch's PrefixStore does.
     """
 
+    timeout: timedelta  # torch's property, which reads the C++ half; torch's stubs do not have it
     is_reserved = False  # for our groups only, since torch imported hpcdist and the program did not
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the limit that a program has set."""
+        self.limit = default_pg_timeout  # the last that the opened store was given
+        self.set_timeout(self.limit)  # the world's; a store's own would be 5 minutes
+
     def opened(self) -> Any:
+        """Return the world's store, with this one's limit if that was set."""
+        store = self._opened()
+        if self.limit != (limit := self.timeout):
+            store.set_timeout(limit)
+            self.limit = limit
+        return store
+
+    def _opened(self) -> Any:
         if WORLD.store is None:
             from hpcdist.launch import rendezvous
 
@@ -66,12 +85,6 @@ class LateStore(bindings.Store):
         if WORLD.store is None and isinstance(threading.current_thread(), threading._DummyThread):
             return False
         return bool(self.opened().check(keys))
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of waits; a store that is not open yet gets the world's limit when it opens."""
-        super().set_timeout(timeout)  # of the C++ object and ``timeout``
-        if WORLD.store is not None:
-            WORLD.store.set_timeout(timeout)
 
 
 STORE_CALLS = (
@@ -106,7 +119,7 @@ def fresh_store() -> LateStore:
     """Return the store for a new world."""
     if WORLD.default is None:
         WORLD.store = None
-        LATE_STORE.set_timeout(default_pg_timeout)  # the world's; a store's own would be 5 minutes
+        LATE_STORE.reset()
     return LATE_STORE
 
 
