@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -157,11 +158,16 @@ def test_a_page_that_cannot_be_written_is_1(running, capsys):
     assert "error: [Errno 2] No such file or directory: '/absent/page.html'" in capsys.readouterr().err
 
 
-def test_the_job_ends_as_if_nobody_had_looked(running):
-    (running[0] / "sleep").touch()
-    (running[0] / "wake").touch()
-    output = programs.output(running[2], 60)
-    assert running[2].returncode == 0, output
+def test_the_job_ends_as_if_nobody_had_looked_and_the_look_at_it_too(running):
+    with ThreadPoolExecutor() as pool:
+        looks = pool.submit(debug.run, ["--pid", str(running[1]), "--seconds", "0.1"])
+        time.sleep(1)
+        assert not looks.done()
+        (running[0] / "sleep").touch()
+        (running[0] / "wake").touch()
+        output = programs.output(running[2], 60)
+        assert running[2].returncode == 0, output
+        assert looks.result(20) == 0
 
 
 def test_no_job_and_wrong_arguments(capsys):

@@ -72,7 +72,7 @@ def run_there(command: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Show a running job; return 0, or srun's exit status; 1 if no job is found or it does not answer."""
+    """Show a running job until it has ended; return 0, or srun's status, 1 if none is found or it does not answer."""
     given = parser().parse_args(args)
     if given.job is not None and (asked := re.fullmatch(r"(\d+([_+]\d+)?)(\.\d+)?", given.job)):
         options = ((f"--{name}", value) for name, value in vars(given).items() if name != "job")
@@ -98,7 +98,7 @@ def run(args: list[str]) -> int:
         while True:
             text = as_text(look(job), given.stacks)
             print(text if given.once else f"\033[H\033[2J{text}", flush=True)
-            if given.once:
+            if given.once or not job.liveness.living():
                 return 0
             time.sleep(given.seconds)
     except BrokenPipeError:  # the reader of the output has ended
