@@ -64,16 +64,17 @@ def is_open() -> bool:
 def drop_closed(launch: Launch | None) -> None:
     """Unset the variables of a connection by PMI that is closed, if the launcher has started one process; else raise.
 
-    MPICH 5.0.2 would end this process in MPI_Init, without any variable it makes a world of one.
+    MPICH 5.0.2 would end this process in MPI_Init; without these variables it makes a world of one.
     """
     if DESCRIPTOR not in os.environ or is_open():
         return
     if launch is not None and launch.starts_mpi and (launch.size > 1 or launch.size == UNKNOWN):
         text = (
             f"{launch.account}, and this process has no open connection to it (PMI_FD={os.environ[DESCRIPTOR]}), "
-            "by which MPI_Init finds the other ranks: it would end this process. A Python program that starts this one "
-            f"closes it: subprocess.run(…, close_fds=False) leaves it open. The rank that ran MPI before in this shell "
-            f"has closed it too: start the ranks anew. If no launcher started this process, unset {', '.join(PMI)} and "
+            "by which MPI_Init finds the other ranks: it would end this process. If a Python program started this one, "
+            "it can keep the connection open: subprocess.run(…, close_fds=False). If an earlier program of this shell "
+            "used MPI, it has closed the connection: start each program with srun or mpirun. "
+            f"If no launcher started this process, unset {', '.join(PMI)} and "
             f"{launch.variable}, which are left from another job"
         )
         raise DistBackendError(add_hint(text, "closed-connection"))
